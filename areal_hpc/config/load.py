@@ -1,0 +1,163 @@
+"""Reads a YAML file and `key=value` overrides into a typed `Config`; refuses what cannot work.
+
+Called by the CLI on the login node and by each rank on the resolved copy. Imports no
+torch, mpi4py, h5py or vllm. Every refusal is one ConfigError line: value, constraint,
+field to change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import typing
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_hpc.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """A user's mistake in the configuration; one line."""
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The configuration in `path` with `key=value` overrides applied, resolved and checked.
+
+    Raises ConfigError for an unreadable file, an unknown key (with the nearest valid
+    one), a wrong type, a missing value or a layout that cannot work.
+    """
+    config = read_config(path, overrides)
+    check_config(config)
+    return config
+
+
+def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """As `load_config` without the cross-key checks."""
+    try:
+        given = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except IsADirectoryError:
+        raise ConfigError(f"configuration file {path} is a folder") from None
+    except Exception as error:  # OmegaConf passes YAML's own exceptions through
+        raise ConfigError(f"configuration file {path} is not readable YAML: {_one_line(error)}") from None
+    schema = OmegaConf.structured(Config)
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+    try:
+        merged = OmegaConf.merge(schema, given if given else {}, OmegaConf.from_dotlist(list(overrides)))
+        OmegaConf.resolve(merged)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error)) from None
+    except ValueError as error:
+        raise ConfigError(_one_line(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as YAML, private to the user."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    os.replace(temporary, path)
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key of the schema."""
+
+    def walk(node: type, prefix: str) -> list[str]:
+        keys = []
+        hints = typing.get_type_hints(node)
+        for entry in dataclasses.fields(node):
+            keys.append(prefix + entry.name)
+            if dataclasses.is_dataclass(hints[entry.name]):
+                keys += walk(hints[entry.name], f"{prefix}{entry.name}.")
+        return keys
+
+    return walk(Config, "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _explain(error: OmegaConfBaseException) -> str:
+    key = getattr(error, "full_key", None) or ""
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "not in" in message or "not a valid" in message.lower() and "attribute" in message.lower():
+        near = difflib.get_close_matches(key, valid_keys(), n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown key {key}{hint}"
+    if "Missing mandatory value" in message:
+        return f"{key} has no value; set it in the configuration or as {key}=VALUE"
+    return f"{key}: {message}" if key else message
+
+
+def check_config(config: Config) -> None:
+    """Refuse layouts that cannot work; needs no file but the configuration."""
+    trainer, rollout, groups = config.trainer, config.rollout, config.groups
+    _positive(
+        {
+            "run.total_steps": config.run.total_steps,
+            "trainer.tp": trainer.tp,
+            "trainer.pp": trainer.pp,
+            "trainer.dp": trainer.dp,
+            "trainer.ep": trainer.ep,
+            "trainer.batch_size": trainer.batch_size,
+            "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
+            "rollout.group_size": rollout.group_size,
+            "rollout.max_new_tokens": rollout.max_new_tokens,
+            "rollout.max_num_seqs": rollout.max_num_seqs,
+            "rollout.tensor_parallel": rollout.tensor_parallel,
+            "algorithm.minibatches": config.algorithm.minibatches,
+            "rewards.workers": config.rewards.workers,
+            "eval.num_samples": config.eval.num_samples,
+            "groups.trainer.nodes": groups.trainer.nodes,
+            "groups.rollout.nodes": groups.rollout.nodes,
+        }
+    )
+    if groups.controller.ranks != 1:
+        raise ConfigError(
+            f"groups.controller has {groups.controller.ranks} ranks; the controller is one rank: "
+            "set groups.controller.nodes=1 and ranks_per_node=1"
+        )
+    layout = trainer.tp * trainer.pp * trainer.dp
+    if layout != groups.trainer.ranks:
+        raise ConfigError(
+            f"trainer.tp*pp*dp = {trainer.tp}*{trainer.pp}*{trainer.dp} = {layout} does not equal the "
+            f"{groups.trainer.ranks} trainer ranks: change trainer.dp or groups.trainer.nodes*ranks_per_node"
+        )
+    if trainer.batch_size % rollout.group_size:
+        raise ConfigError(
+            f"trainer.batch_size={trainer.batch_size} is not a multiple of "
+            f"rollout.group_size={rollout.group_size}: change trainer.batch_size"
+        )
+    if config.algorithm.max_staleness < 0:
+        raise ConfigError(
+            f"algorithm.max_staleness={config.algorithm.max_staleness} must not be negative"
+        )
+    if rollout.max_new_tokens >= config.model.max_context:
+        raise ConfigError(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
+            f"model.max_context={config.model.max_context}: lower it or raise model.max_context"
+        )
+    for name, dataset in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+        if dataset.path and dataset.task:
+            raise ConfigError(f"{name}.path and {name}.task are both set: remove one")
+        if dataset.task and dataset.size <= 0:
+            raise ConfigError(f"{name}.size={dataset.size}: a generated task needs the number of prompts")
+        if "{prompt}" not in dataset.template:
+            raise ConfigError(f"{name}.template={dataset.template!r} does not contain {{prompt}}")
+
+
+def _positive(values: dict[str, int]) -> None:
+    for key, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{key}={value} must be at least 1")

@@ -1,0 +1,108 @@
+"""Where everything of a run lies. The only module that knows file names in a run folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Paths below one run folder `root`."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """Resolved configuration (YAML)."""
+        return self.root / "config.yaml"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock.json"
+
+    @property
+    def status(self) -> Path:
+        """Latest state of the run, replaced about once a second by the controller (JSON)."""
+        return self.root / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a training step or evaluation."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def log(self, role: str, role_rank: int) -> Path:
+        return self.logs / f"{role}-{role_rank:05d}.log"
+
+    @property
+    def telemetry(self) -> Path:
+        return self.root / "telemetry"
+
+    def spans(self, role: str, role_rank: int) -> Path:
+        return self.telemetry / f"{role}-{role_rank:05d}.jsonl"
+
+    @property
+    def spool(self) -> Path:
+        return self.root / "spool"
+
+    def rollout_spool(self, role_rank: int) -> Path:
+        return self.spool / f"rollout-{role_rank:05d}"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, train_step: int) -> Path:
+        return self.checkpoints / f"step-{train_step:08d}"
+
+    @property
+    def exports(self) -> Path:
+        """Hugging Face folders written by the run."""
+        return self.root / "exports"
+
+    def export(self, train_step: int) -> Path:
+        return self.exports / f"step-{train_step:08d}"
+
+    @property
+    def evals(self) -> Path:
+        """One JSONL file of scored answers per evaluation."""
+        return self.root / "evals"
+
+    @property
+    def weight_files(self) -> Path:
+        """Scratch of the `file` weight backend."""
+        return self.root / "weights"
+
+    def create(self) -> None:
+        """Make the folder tree, private to the user."""
+        for folder in (self.root, self.logs, self.telemetry, self.spool, self.checkpoints, self.evals):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def relative(self, path: Path) -> str:
+        """`path` relative to the run folder; ValueError if it lies outside."""
+        return str(Path(path).relative_to(self.root))
+
+    def resolve_inside(self, relative: str) -> Path:
+        """The path a message or manifest names, refused if it would leave the run folder."""
+        root = os.path.realpath(self.root)
+        path = os.path.realpath(os.path.join(root, relative))
+        if path != root and not path.startswith(root + os.sep):
+            raise ValueError(f"path {relative!r} leaves the run folder {self.root}")
+        return Path(path)

@@ -1,0 +1,133 @@
+"""Spans and counters of one rank, written to its own JSONL file; and log set-up.
+
+Each line is one JSON object. A span: {"t": start, "d": seconds, "s": name, ...attributes};
+a counter or gauge: {"t": time, "c": name, "v": value}. Times are seconds since the epoch
+(`time.time`), so that the files of one allocation share a clock base. The writer buffers
+and never raises into the run: a full disk stops telemetry, not training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FLUSH_INTERVAL_S = 1.0
+MAX_BYTES = 256 * 1024 * 1024
+"""A file stops growing here; the last line says so."""
+
+
+class Telemetry:
+    """Append-only event file of one rank. Threads may share one."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")
+        self._size = self._file.tell()
+        self._max_bytes = max_bytes
+        self._buffer: list[str] = []
+        self._last_flush = time.monotonic()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def span(self, name: str, **attributes: object) -> Iterator[dict[str, object]]:
+        """Record how long the body took; attributes may be added to the yielded dict."""
+        start, clock = time.time(), time.perf_counter()
+        try:
+            yield attributes
+        finally:
+            self.record_span(name, start, time.perf_counter() - clock, **attributes)
+
+    def record_span(self, name: str, start: float, seconds: float, **attributes: object) -> None:
+        self._write({"t": round(start, 6), "d": round(seconds, 6), "s": name, **attributes})
+
+    def value(self, name: str, value: float, **attributes: object) -> None:
+        """Record a counter or gauge reading."""
+        self._write({"t": round(time.time(), 6), "c": name, "v": value, **attributes})
+
+    def _write(self, event: dict[str, object]) -> None:
+        line = json.dumps(event, separators=(",", ":"), default=str) + "\n"
+        with self._lock:
+            if self._closed:
+                return
+            self._buffer.append(line)
+            if time.monotonic() - self._last_flush >= FLUSH_INTERVAL_S:
+                self._flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._flush()
+
+    def _flush(self) -> None:
+        text, self._buffer = "".join(self._buffer), []
+        self._last_flush = time.monotonic()
+        if not text or self._size >= self._max_bytes:
+            return
+        self._size += len(text)
+        if self._size >= self._max_bytes:
+            text += json.dumps({"t": time.time(), "c": "telemetry.full", "v": self._size}) + "\n"
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            logging.getLogger(__name__).warning("telemetry stopped: %s", error)
+            self._size = self._max_bytes
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._flush()
+                self._closed = True
+                try:
+                    self._file.close()
+                except OSError:
+                    pass
+
+
+def append_jsonl(path: Path, record: dict[str, object]) -> None:
+    """Append one JSON object as a line, private to the user."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def replace_json(path: Path, record: dict[str, object]) -> None:
+    """Write a JSON file so that a reader sees the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        json.dump(record, stream)
+    os.replace(temporary, path)
+
+
+def setup_logging(log_file: Path | None, *, label: str, verbose: bool = False) -> None:
+    """Send this process's log records, stdout of libraries included, to its own file.
+
+    The file descriptors 1 and 2 are pointed at the log, so that lines of C libraries and
+    child processes land there too; the caller keeps a duplicate of the terminal if it
+    needs one.
+    """
+    level = logging.DEBUG if verbose else logging.INFO
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    logging.basicConfig(
+        level=level,
+        format=f"%(asctime)s {label} %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )

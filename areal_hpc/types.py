@@ -1,0 +1,160 @@
+"""The values that roles exchange and the spool stores.
+
+Owns no behaviour beyond derived properties. Imported by every role; imports no
+torch, mpi4py, h5py or vllm, so that a login node can read it too. What travels
+over MPI is a frozen msgspec struct; what holds per-token arrays is a frozen
+dataclass of numpy arrays and travels through HDF5 only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+PROMPT_VERSION = -1
+"""Version stamped on tokens that no policy produced (prompt, observation, tool output)."""
+
+
+class SamplingSpec(msgspec.Struct, frozen=True):
+    """How one answer is sampled; lengths in tokens.
+
+    `seed` is None for "derive from run seed, group and sample" (the rollout's rule).
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One question: `text` before the chat template; `gold` is what the reward needs.
+
+    `tests` holds unit tests as a JSON string for code rewards, "" elsewhere; `meta`
+    is a JSON string of whatever the task wants to hand to its reward.
+    """
+
+    prompt_id: int
+    text: str
+    gold: str = ""
+    tests: str = ""
+    meta: str = ""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Permission to answer one prompt `group_size` times.
+
+    `lease_id` is new at each grant, `group_id` is the admission ordinal and stays the
+    same over attempts: the controller accepts the first result of a group and refuses
+    every later one.
+    """
+
+    lease_id: int
+    group_id: int
+    epoch: int
+    attempt: int
+    group_size: int
+    prompt: Prompt
+    sampling: SamplingSpec
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One answer with its prompt; all per-token arrays have the shape [num_tokens].
+
+    tokens int32; loss_mask uint8 (1 where the policy chose the token and it is
+    trained); rollout_logprobs float32 (log-probability under the distribution that
+    was sampled from; 0 where loss_mask is 0); versions int32 (policy_version that
+    produced the token, PROMPT_VERSION elsewhere).
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    versions: np.ndarray
+    reward: float
+    prompt_id: int
+    group_id: int
+    sample_index: int
+    finish_reason: str
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shapes = {
+            name: getattr(self, name).shape
+            for name in ("tokens", "loss_mask", "rollout_logprobs", "versions")
+        }
+        if len(set(shapes.values())) != 1 or self.tokens.ndim != 1:
+            raise ValueError(f"per-token arrays of a trajectory must have one shape [T], got {shapes}")
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def min_version(self) -> int:
+        """Version of the oldest trained token; PROMPT_VERSION if none is trained."""
+        trained = self.versions[self.loss_mask.astype(bool)]
+        return int(trained.min()) if trained.size else PROMPT_VERSION
+
+
+class ShardRow(msgspec.Struct, frozen=True):
+    """What the controller needs to know of one trajectory of a shard."""
+
+    row: int
+    group_id: int
+    prompt_id: int
+    sample_index: int
+    num_tokens: int
+    num_loss_tokens: int
+    min_version: int
+    max_version: int
+    reward: float
+    finish_reason: str
+
+
+class ManifestRow(msgspec.Struct, frozen=True):
+    """One trajectory of a training batch: row `row` of shard `shards[shard]`."""
+
+    shard: int
+    row: int
+    group_id: int
+    sample_index: int
+    num_tokens: int
+
+
+class BatchManifest(msgspec.Struct, frozen=True):
+    """One training batch.
+
+    `train_step` counts from 1; `version` is the version being trained from (staleness
+    of a sample = version - its min_version). `dp_rows[d]` lists indices into `rows`
+    for data-parallel rank d, balanced by token count; every row appears once.
+    """
+
+    train_step: int
+    version: int
+    epoch: int
+    shards: tuple[str, ...]
+    rows: tuple[ManifestRow, ...]
+    dp_rows: tuple[tuple[int, ...], ...]
+
+
+class EvalSample(msgspec.Struct, frozen=True):
+    """Score of one evaluation answer."""
+
+    prompt_id: int
+    sample_index: int
+    reward: float
+    num_tokens: int
+    finish_reason: str
+    version: int
+    text: str = ""
