@@ -1,0 +1,1 @@
+"""Prompts: files and generated tasks (`datasets`), worked examples for a starting model (`worked`)."""
