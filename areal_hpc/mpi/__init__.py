@@ -1,0 +1,1 @@
+"""MPI: the world of roles (`world`) and typed messages between ranks (`channel`)."""

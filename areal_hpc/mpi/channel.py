@@ -1,0 +1,172 @@
+"""Typed messages between ranks: send, poll, receive with a deadline.
+
+Two transports share one class: MPI (`MpiTransport`) and an in-process twin for tests
+(`LocalNetwork`). Nothing here blocks inside MPI: MPICH spins in a blocking call and would
+take a core from the engine, so waiting means probing with short sleeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from areal_hpc.messages import Message, decode, encode
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+POLL_INTERVAL_S = 0.001
+TAG = 7
+
+
+class Envelope(NamedTuple):
+    """A message and the world rank that sent it."""
+
+    source: int
+    message: Message
+
+
+class Transport(Protocol):
+    """Moves bytes between world ranks; order is kept per pair of ranks."""
+
+    def send(self, dest: int, data: bytes) -> None: ...
+
+    def receive(self) -> tuple[int, bytes] | None:
+        """The next message that has arrived, or None at once."""
+        ...
+
+    def pending(self) -> int:
+        """Sends that have not left yet."""
+        ...
+
+
+class Channel:
+    """One rank's end of the message world. Threads may share it."""
+
+    def __init__(self, transport: Transport, describe: Callable[[int], str] = "rank {}".format) -> None:
+        self._transport = transport
+        self._describe = describe
+        self._lock = threading.Lock()
+        self._stash: deque[Envelope] = deque()
+
+    def send(self, dest: int, message: Message) -> None:
+        """Hand over a message; returns at once."""
+        data = encode(message)
+        with self._lock:
+            self._transport.send(dest, data)
+
+    def poll(self, limit: int = 256) -> list[Envelope]:
+        """Up to `limit` messages that have arrived, oldest first."""
+        with self._lock:
+            self._pull(limit - len(self._stash))
+            return [self._stash.popleft() for _ in range(min(limit, len(self._stash)))]
+
+    def receive(
+        self,
+        kinds: type[Message] | tuple[type[Message], ...],
+        deadline_s: float,
+        what: str,
+        source: int | None = None,
+    ) -> Envelope:
+        """The next message of one of `kinds` (from `source` if given).
+
+        Other messages stay for later polls, in order. Raises TimeoutError that names
+        `what` and whom it waited for after `deadline_s` seconds.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            with self._lock:
+                self._pull(256)
+                for index, envelope in enumerate(self._stash):
+                    if isinstance(envelope.message, kinds) and source in (None, envelope.source):
+                        del self._stash[index]
+                        return envelope
+            if time.monotonic() > end:
+                whom = "any rank" if source is None else self._describe(source)
+                raise TimeoutError(f"waited {deadline_s:.0f} s for {what} from {whom}")
+            time.sleep(POLL_INTERVAL_S)
+
+    def flush(self, deadline_s: float) -> None:
+        """Wait until everything sent has left this rank; TimeoutError after `deadline_s` seconds."""
+        end = time.monotonic() + deadline_s
+        while True:
+            with self._lock:
+                pending = self._transport.pending()
+            if not pending:
+                return
+            if time.monotonic() > end:
+                raise TimeoutError(f"{pending} messages were not received within {deadline_s:.0f} s")
+            time.sleep(POLL_INTERVAL_S)
+
+    def _pull(self, limit: int) -> None:
+        for _ in range(limit):
+            arrived = self._transport.receive()
+            if arrived is None:
+                return
+            source, data = arrived
+            self._stash.append(Envelope(source, decode(data)))
+
+
+class MpiTransport:
+    """Bytes over a communicator of its own; called under the channel's lock only."""
+
+    def __init__(self, communicator: MPI.Comm) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = communicator
+        self._requests: deque[tuple[MPI.Request, bytes]] = deque()
+
+    def send(self, dest: int, data: bytes) -> None:
+        self._retire()
+        request = self._comm.Isend([data, self._mpi.BYTE], dest=dest, tag=TAG)
+        self._requests.append((request, data))
+
+    def receive(self) -> tuple[int, bytes] | None:
+        status = self._mpi.Status()
+        message = self._comm.Improbe(self._mpi.ANY_SOURCE, TAG, status)
+        if message is None:
+            return None
+        buffer = bytearray(status.Get_count(self._mpi.BYTE))
+        message.Recv([buffer, self._mpi.BYTE])
+        return status.Get_source(), bytes(buffer)
+
+    def pending(self) -> int:
+        self._retire()
+        return len(self._requests)
+
+    def _retire(self) -> None:
+        # A send may finish out of order (another peer was slow): look at each once.
+        for _ in range(len(self._requests)):
+            entry = self._requests.popleft()
+            if not entry[0].Test():
+                self._requests.append(entry)
+
+
+class LocalNetwork:
+    """`size` ranks in one process, for tests of loops without MPI."""
+
+    def __init__(self, size: int) -> None:
+        self._queues: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+
+    def channel(self, rank: int) -> Channel:
+        return Channel(_LocalTransport(self._queues, rank))
+
+
+class _LocalTransport:
+    def __init__(self, queues: list[deque[tuple[int, bytes]]], rank: int) -> None:
+        self._queues = queues
+        self._rank = rank
+
+    def send(self, dest: int, data: bytes) -> None:
+        self._queues[dest].append((self._rank, data))
+
+    def receive(self) -> tuple[int, bytes] | None:
+        queue = self._queues[self._rank]
+        return queue.popleft() if queue else None
+
+    def pending(self) -> int:
+        return 0

@@ -1,0 +1,158 @@
+"""Who is who in the one MPI world: rank 0 controls, then the trainers, then the rollouts.
+
+`connect_world` initialises MPI, checks that the world has the planned size and gives each
+rank its role. mpi4py is imported inside functions only: vLLM's child processes re-import
+the main module, and an MPI_Init there would hang on a closed descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc.config.schema import Config, GroupsConfig
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from areal_hpc.mpi.channel import Channel
+
+ROLES = ("controller", "trainer", "rollout")
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "MPI_", "HYD")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the roles. Ranks are world ranks; `hosts` is indexed by them."""
+
+    role: str
+    role_rank: int
+    world_rank: int
+    trainer_ranks: tuple[int, ...]
+    rollout_ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    channel: Channel
+    controller_rank: int = 0
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.world_rank]
+
+    @property
+    def role_size(self) -> int:
+        return {"controller": 1, "trainer": len(self.trainer_ranks), "rollout": len(self.rollout_ranks)}[
+            self.role
+        ]
+
+    @property
+    def is_trainer_lead(self) -> bool:
+        return self.role == "trainer" and self.role_rank == 0
+
+    def describe(self, world_rank: int) -> str:
+        """"trainer 1 on node7" for a world rank."""
+        return describe_rank(world_rank, len(self.trainer_ranks), self.hosts)
+
+
+def role_of(world_rank: int, num_trainers: int) -> tuple[str, int]:
+    """(role, role_rank) of a world rank."""
+    if world_rank == 0:
+        return "controller", 0
+    if world_rank <= num_trainers:
+        return "trainer", world_rank - 1
+    return "rollout", world_rank - 1 - num_trainers
+
+
+def describe_rank(world_rank: int, num_trainers: int, hosts: tuple[str, ...]) -> str:
+    role, role_rank = role_of(world_rank, num_trainers)
+    return f"{role} {role_rank} on {hosts[world_rank]}"
+
+
+def world_size(groups: GroupsConfig) -> int:
+    return groups.controller.ranks + groups.trainer.ranks + groups.rollout.ranks
+
+
+def use_bundled_library() -> None:
+    """Point mpi4py at the MPI library of this Python environment, if there is one.
+
+    PyPI's `mpich` wheel puts libmpi into the environment's lib folder; without this a
+    system Open MPI would be taken first and every rank would be a world of its own.
+    """
+    library = Path(sys.prefix) / "lib" / "libmpi.so.12"
+    if "MPI4PY_LIBMPI" not in os.environ and library.exists():
+        os.environ["MPI4PY_LIBMPI"] = str(library)
+
+
+def load_mpi() -> MPI.Intracomm:
+    """MPI_Init (threads may call MPI, one at a time) and COMM_WORLD."""
+    use_bundled_library()
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def strip_launcher_environment() -> None:
+    """Forget the launcher's variables, so that child processes do not take themselves for ranks."""
+    for name in [name for name in os.environ if name.startswith(_LAUNCHER_PREFIXES)]:
+        del os.environ[name]
+
+
+def connect_world(config: Config, deadline_s: float = 60.0) -> World:
+    """Initialise MPI and learn every rank's host.
+
+    Raises RuntimeError when the world does not have the planned number of ranks, and
+    TimeoutError when a rank does not show up.
+    """
+    communicator = load_mpi()
+    size, rank = communicator.Get_size(), communicator.Get_rank()
+    planned = world_size(config.groups)
+    if size != planned:
+        raise RuntimeError(
+            f"MPI world has {size} ranks but the configuration plans {planned} (controller 1, trainer "
+            f"{config.groups.trainer.ranks}, rollout {config.groups.rollout.ranks}): start {planned} ranks"
+            + ("; a world of one means that the launcher and this MPI library do not match: "
+               f"see launch.mpi={config.launch.mpi}" if size == 1 else "")
+        )
+    hosts = _exchange_hosts(communicator, deadline_s)
+    strip_launcher_environment()
+    from areal_hpc.mpi.channel import Channel, MpiTransport
+
+    num_trainers = config.groups.trainer.ranks
+    role, role_rank = role_of(rank, num_trainers)
+    return World(
+        role=role,
+        role_rank=role_rank,
+        world_rank=rank,
+        trainer_ranks=tuple(range(1, 1 + num_trainers)),
+        rollout_ranks=tuple(range(1 + num_trainers, size)),
+        hosts=hosts,
+        channel=Channel(
+            MpiTransport(communicator), lambda other: describe_rank(other, num_trainers, hosts)
+        ),
+    )
+
+
+def _exchange_hosts(communicator: MPI.Intracomm, deadline_s: float) -> tuple[str, ...]:
+    from mpi4py import MPI
+
+    width = 256
+    mine = bytearray(socket.gethostname().encode()[:width].ljust(width, b"\0"))
+    everyone = bytearray(width * communicator.Get_size())
+    request = communicator.Iallgather([mine, MPI.BYTE], [everyone, MPI.BYTE])
+    end = time.monotonic() + deadline_s
+    while not request.Test():
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"waited {deadline_s:.0f} s for all {communicator.Get_size()} ranks to join the MPI world"
+            )
+        time.sleep(0.005)
+    return tuple(
+        everyone[start : start + width].rstrip(b"\0").decode() for start in range(0, len(everyone), width)
+    )
