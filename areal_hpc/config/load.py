@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import os
 import typing
 from pathlib import Path
@@ -16,11 +17,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from areal_hpc.config.algorithm import check_algorithm
+from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import Config
-
-
-class ConfigError(ValueError):
-    """A user's mistake in the configuration; one line."""
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -67,6 +66,11 @@ def save_config(config: Config, path: Path) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         stream.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
     os.replace(temporary, path)
+
+
+def config_digest(config: Config) -> str:
+    """Sha256 of the resolved configuration."""
+    return hashlib.sha256(OmegaConf.to_yaml(OmegaConf.structured(config)).encode()).hexdigest()
 
 
 def valid_keys() -> list[str]:
@@ -116,7 +120,6 @@ def check_config(config: Config) -> None:
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.max_num_seqs": rollout.max_num_seqs,
             "rollout.tensor_parallel": rollout.tensor_parallel,
-            "algorithm.minibatches": config.algorithm.minibatches,
             "rewards.workers": config.rewards.workers,
             "eval.num_samples": config.eval.num_samples,
             "groups.trainer.nodes": groups.trainer.nodes,
@@ -139,10 +142,7 @@ def check_config(config: Config) -> None:
             f"trainer.batch_size={trainer.batch_size} is not a multiple of "
             f"rollout.group_size={rollout.group_size}: change trainer.batch_size"
         )
-    if config.algorithm.max_staleness < 0:
-        raise ConfigError(
-            f"algorithm.max_staleness={config.algorithm.max_staleness} must not be negative"
-        )
+    check_algorithm(config)
     if rollout.max_new_tokens >= config.model.max_context:
         raise ConfigError(
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "

@@ -1,0 +1,121 @@
+"""Rank entry: `python -m areal_hpc.main --run FOLDER`, started by mpiexec or srun.
+
+Owns the order of a rank's life: configuration -> MPI world -> log, telemetry, signals ->
+role.run() -> end. Any error that leaves `run()` ends the whole world: the traceback goes
+to the rank's log, one line to the terminal, MPI_Abort to everybody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc.config.load import read_config
+from areal_hpc.paths import RunPaths
+from areal_hpc.telemetry import Telemetry, setup_logging
+from areal_hpc.terminal import echo, keep_terminal
+
+if TYPE_CHECKING:
+    from areal_hpc.config.schema import Config
+    from areal_hpc.mpi.world import World
+
+Role = Callable[["Config", "World", RunPaths, Telemetry], None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m areal_hpc.main", description=__doc__)
+    parser.add_argument("--run", required=True, type=Path, help="run folder with its config.yaml")
+    arguments = parser.parse_args(argv)
+    paths = RunPaths(arguments.run.resolve())
+    os.umask(0o077)
+    keep_terminal()
+    world = None
+    try:
+        from areal_hpc.mpi.world import connect_world
+
+        config = read_config(paths.config)
+        world = connect_world(config)
+        paths.create()
+        label = f"{world.role}[{world.role_rank}]"
+        setup_logging(paths.log(world.role, world.role_rank), label=label, verbose=config.run.verbose)
+        _prepare_process(world)
+        telemetry = Telemetry(paths.spans(world.role, world.role_rank))
+        logging.getLogger(__name__).info(
+            "%s is world rank %d of %d on %s, pid %d",
+            label, world.world_rank, len(world.hosts), world.host, os.getpid(),
+        )
+        _role(world.role)(config, world, paths, telemetry)
+        telemetry.close()
+        world.channel.flush(deadline_s=60.0)
+    except BaseException as error:
+        _fail(error, world, paths)
+    _finish()
+    return 0
+
+
+def _role(name: str) -> Role:
+    return importlib.import_module(f"areal_hpc.{name}.loop").run
+
+
+def _prepare_process(world: World) -> None:
+    from areal_hpc.stop import FLAG, ignore_signals, install_handlers
+
+    if world.role == "controller":
+        install_handlers(FLAG)
+    else:
+        ignore_signals()
+
+
+def _finish() -> None:
+    """Leave MPI in step; children that outlived their role are ended."""
+    from mpi4py import MPI
+
+    kill_children()
+    MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries (gloo, vLLM) may still wait for peers: nothing is left to lose.
+    os._exit(0)
+
+
+def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
+    traceback.print_exc()
+    sys.stderr.flush()
+    summary = " ".join(str(error).split()) or "no message"
+    if world is None:
+        where, log = f"a rank of pid {os.getpid()}", "the launcher's output"
+    else:
+        where = f"{world.role} {world.role_rank} on {world.host}"
+        log = paths.log(world.role, world.role_rank)
+    echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:2000]} (log: {log})")
+    try:
+        kill_children()
+        from mpi4py import MPI
+
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
+    finally:
+        os._exit(1)
+
+
+def kill_children() -> None:
+    """SIGKILL to every process below this one (engines, reward workers, programs under test)."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
