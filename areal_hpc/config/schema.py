@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from areal_hpc.config.algorithm import AlgorithmConfig, Objective
+
 
 # OmegaConf reads enums by member name and "async" is a keyword: hence the functional form.
 Mode = Enum("Mode", {"async": "async", "sync": "sync"}, type=str)
@@ -23,11 +25,6 @@ class Device(str, Enum):
 class OnExisting(str, Enum):
     refuse = "refuse"
     resume = "resume"
-
-
-class Objective(str, Enum):
-    decoupled = "decoupled"
-    naive = "naive"
 
 
 class OnUpdate(str, Enum):
@@ -223,19 +220,6 @@ class TrainerConfig:
     recompute: bool = False
     """Recompute activations in the backward pass (long contexts)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-
-
-@dataclass
-class AlgorithmConfig:
-    """algorithm: objective, advantages and the staleness bound."""
-
-    objective: Objective = Objective.decoupled
-    max_staleness: int = 4
-    """eta of Eq. 3, versions."""
-    minibatches: int = 4
-    """Optimizer updates per training step."""
-    advantage: str = "grpo"
-    clip_eps: float = 0.2
 
 
 @dataclass
