@@ -104,6 +104,8 @@ def check_algorithm(config: Config) -> None:
                 "overlong_buffer", "overlong_penalty"):
         _require(key, getattr(algorithm, key), getattr(algorithm, key) >= 0, "must not be negative")
     _require("minibatches", algorithm.minibatches, algorithm.minibatches >= 1, "must be at least 1")
+    _require("minibatches", algorithm.minibatches, algorithm.minibatches <= config.trainer.batch_size,
+             f"must not exceed trainer.batch_size={config.trainer.batch_size}")
     _require("clip_eps", algorithm.clip_eps, 0 < algorithm.clip_eps < 1, "must lie between 0 and 1")
     for key in ("gamma", "gae_lambda"):
         _require(key, getattr(algorithm, key), 0 <= getattr(algorithm, key) <= 1, "must lie in [0, 1]")

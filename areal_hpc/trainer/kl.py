@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from areal_hpc.trainer.packed import bounded_exp
 
 
 def kl_estimate(estimator: str, policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -21,5 +20,5 @@ def kl_estimate(estimator: str, policy_logprobs: Tensor, reference_logprobs: Ten
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        return torch.exp((-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - 1 + difference
+        return bounded_exp(-difference) - 1 + difference
     raise ValueError(f"algorithm.kl_estimator={estimator} is not one of k1, k2, k3")

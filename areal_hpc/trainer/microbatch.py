@@ -69,7 +69,7 @@ def pad_count(micro_batches: list[list[int]], num: int) -> list[list[int]]:
     then empty ones are appended.
     """
     if len(micro_batches) > num:
-        raise ValueError(f"{len(micro_batches)} micro-batches cannot become {num}: num is the largest of all ranks")
+        raise ValueError(f"{len(micro_batches)} micro-batches cannot become {num}: pass the largest of all ranks")
     result = [list(micro_batch) for micro_batch in micro_batches]
     while len(result) < num:
         largest = max(result, key=len, default=[])

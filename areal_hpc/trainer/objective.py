@@ -10,24 +10,21 @@ all ranks (`loss_denominator`), so that adding up micro-batches and ranks gives 
 loss and gradient however they were cut. Metrics are sums and counts for the same reason.
 
 Entries with loss_mask 0 may hold anything, NaN and infinities included: each input is
-replaced by 0 there BEFORE any arithmetic. Multiplying by the mask afterwards would turn
-exp(large) into inf * 0 = NaN, in the loss or, worse, only in the gradient.
+replaced by 0 there BEFORE any arithmetic (`packed.keep_trained`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from areal_hpc.config.algorithm import AlgorithmConfig, Objective
 from areal_hpc.trainer.kl import kl_estimate
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within +-20 before exp, so that an outlier cannot make the loss infinite."""
-
+from areal_hpc.trainer.packed import MAX_LOG_RATIO, Sequences, bounded_exp, keep_trained
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -92,10 +89,7 @@ def policy_loss(
     """
     mask = loss_mask.bool()
     sequences = Sequences(cu_seqlens, mask)
-
-    def trained(values: Tensor) -> Tensor:
-        return torch.where(mask, values, 0.0).to(torch.promote_types(values.dtype, torch.float32))
-
+    trained = partial(keep_trained, mask=mask)
     policy = trained(policy_logprobs)
     behaviour = trained(rollout_logprobs).detach()
     advantages = trained(advantages).detach()
@@ -124,36 +118,17 @@ def policy_loss(
             raise ValueError("algorithm.entropy_coef > 0 needs entropy")
         objective = objective + algorithm.entropy_coef * trained(entropy)
     if algorithm.aggregation == "seq-mean-token-mean":
-        objective = objective / sequences.num_trained_of_token
+        objective = objective / sequences.num_trained
     loss = -torch.where(mask, objective, 0.0).sum() / denominator
 
     if staleness is not None:
         metrics.mean("staleness", staleness.to(policy.dtype))
+        metrics.maximum("staleness_max", staleness.to(policy.dtype))
         if proximal_logprobs is not None:
             # Fresh tokens: engine and trainer hold the same weights, so this is the numerical gap.
             gap = (trained(proximal_logprobs) - behaviour).abs()
             metrics.mean("behaviour_gap_fresh", gap, where=staleness == 0)
     return LossOutput(loss, metrics.sums, metrics.maxima)
-
-
-class Sequences:
-    """Sums over the trained tokens of each sequence, handed back to its tokens."""
-
-    def __init__(self, cu_seqlens: Tensor, mask: Tensor) -> None:
-        lengths = cu_seqlens.diff()
-        self._mask = mask
-        self._num = lengths.numel()
-        self._ids = torch.repeat_interleave(
-            torch.arange(self._num, device=mask.device), lengths.to(mask.device), output_size=mask.numel()
-        )
-        self.num_trained_of_token = self.total(torch.ones_like(mask, dtype=torch.float32)).clamp(min=1.0)
-
-    def total(self, values: Tensor) -> Tensor:
-        values = torch.where(self._mask, values, 0.0)
-        return values.new_zeros(self._num).index_add(0, self._ids, values)[self._ids]
-
-    def mean(self, values: Tensor) -> Tensor:
-        return self.total(values) / self.num_trained_of_token
 
 
 class _Metrics:
@@ -174,12 +149,12 @@ class _Metrics:
         self.maxima[name] = values.max().float() if values.numel() else values.new_zeros(())
 
 
-def _bounded_exp(log_ratio: Tensor) -> Tensor:
-    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
 def _proximal(
-    algorithm: AlgorithmConfig, given: Tensor | None, policy: Tensor, behaviour: Tensor, staleness: Tensor | None
+    algorithm: AlgorithmConfig,
+    given: Tensor | None,
+    policy: Tensor,
+    behaviour: Tensor,
+    staleness: Tensor | None,
 ) -> Tensor:
     """Log-probabilities of the proximal policy: recomputed when the batch arrived, or A-3PO's.
 
@@ -211,7 +186,7 @@ def _behaviour_weight(
         log_weight = sequences.total(log_weight)
     elif algorithm.behaviour_level == "geometric":
         log_weight = sequences.mean(log_weight)
-    weight = _bounded_exp(log_weight)
+    weight = bounded_exp(log_weight)
     metrics.maximum("importance_weight_max", weight)
     outside = torch.zeros_like(weight, dtype=torch.bool)
     if algorithm.behaviour_weight == "truncate":
@@ -248,7 +223,7 @@ def _surrogate(
     """
     low = 1.0 - algorithm.clip_eps
     high = 1.0 + (algorithm.clip_eps_high or algorithm.clip_eps)
-    ratio = _bounded_exp(log_ratio)
+    ratio = bounded_exp(log_ratio)
     held = ratio.clamp(low, high)
     if algorithm.surrogate == "cispo":
         clipped = ratio != held
