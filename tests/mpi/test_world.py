@@ -1,0 +1,59 @@
+"""A real MPI world: roles by rank, messages between them, errors that end it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from areal_hpc.launch.local import find_mpiexec
+
+PEERS = Path(__file__).with_name("world_peers.py")
+
+
+def mpirun(ranks: int, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [find_mpiexec(), "-n", str(ranks), sys.executable, str(PEERS), *arguments],
+        capture_output=True, text=True, timeout=timeout, env=dict(os.environ),
+    )
+
+
+def test_roles_hosts_and_messages():
+    result = mpirun(4, "talk")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert sorted(result.stdout.split("\n")[:-1]) == [
+        "controller 0 heard 600 messages in order from 3 ranks",
+        "rollout 0 knows 4 hosts",
+        "trainer 0 knows 4 hosts",
+        "trainer 1 knows 4 hosts",
+    ]
+
+
+def test_large_messages_and_threads():
+    result = mpirun(4, "threads")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "controller 0 got 40 answers of 3000000 bytes" in result.stdout
+
+
+def test_a_world_of_the_wrong_size_is_refused_with_both_numbers():
+    result = mpirun(3, "talk")
+    assert result.returncode != 0
+    assert "MPI world has 3 ranks but the configuration plans 4" in result.stdout + result.stderr
+
+
+def test_an_idle_rank_uses_little_processor_time():
+    result = mpirun(4, "idle")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for line in result.stdout.splitlines():
+        busy, wall = (float(word) for word in line.split()[-2:])
+        assert wall >= 2.0
+        assert busy < 0.5 * wall, line
+
+
+def test_a_failing_rank_ends_the_world_within_seconds():
+    start = time.monotonic()
+    result = mpirun(4, "fail")
+    assert result.returncode != 0
+    assert time.monotonic() - start < 15.0
+    assert "areal-hpc: trainer 1 on" in result.stdout + result.stderr
+    assert "ValueError: broken on purpose" in result.stdout + result.stderr
