@@ -9,6 +9,7 @@ from pathlib import Path
 from areal_hpc.config.schema import Config, GroupConfig, GroupsConfig
 from areal_hpc.messages import LeaseFailed, Stop, WeightCall, WeightReturn
 from areal_hpc.mpi.world import connect_world
+from areal_hpc.terminal import echo
 
 
 def talk(world) -> None:
@@ -16,7 +17,7 @@ def talk(world) -> None:
         for number in range(200):
             world.channel.send(0, LeaseFailed(number, 0, True, world.role))
         world.channel.receive(Stop, 20.0, "the stop", source=0)
-        print(f"{world.role} {world.role_rank} knows {len(world.hosts)} hosts", flush=True)
+        echo(f"{world.role} {world.role_rank} knows {len(world.hosts)} hosts")
         return
     heard = {}
     while sum(map(len, heard.values())) < 600:
@@ -26,7 +27,7 @@ def talk(world) -> None:
     assert all(numbers == list(range(200)) for numbers in heard.values())
     for rank in range(1, 4):
         world.channel.send(rank, Stop("done"))
-    print(f"controller 0 heard 600 messages in order from {len(heard)} ranks", flush=True)
+    echo(f"controller 0 heard 600 messages in order from {len(heard)} ranks")
 
 
 def threads(world) -> None:
@@ -52,7 +53,7 @@ def threads(world) -> None:
         caller.join()
     assert sorted(answer.call_id for answer in answers) == list(range(40))
     sizes = {len(answer.result) for answer in answers}
-    print(f"controller 0 got {len(answers)} answers of {sizes.pop()} bytes", flush=True)
+    echo(f"controller 0 got {len(answers)} answers of {sizes.pop()} bytes")
     for rank in range(1, 4):
         world.channel.send(rank, Stop("done"))
 
@@ -68,7 +69,7 @@ def idle(world) -> None:
     world.channel.receive(Stop, 20.0, "the stop", source=0)
     after = resource.getrusage(resource.RUSAGE_SELF)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{world.role} {world.role_rank} {busy:.3f} {time.perf_counter() - start:.3f}", flush=True)
+    echo(f"{world.role} {world.role_rank} {busy:.3f} {time.perf_counter() - start:.3f}")
 
 
 def fail(world) -> None:
