@@ -1,10 +1,10 @@
 """Worked examples of two-digit addition, from which a starting model is trained.
 
-The prompts are those of reasoning-gym's `basic_arithmetic` (operators "+", two terms of
-two digits, no white space) followed by a newline; the answer works from the units to the
-tens and ends in a box:
+The prompts are those of reasoning-gym's `basic_arithmetic` (operator "+", two terms of two
+digits without parentheses: numbers from 0 to 100) followed by a newline; the answer works
+from the units to the tens and ends in a box:
 
-    Calculate 47+85.
+    Calculate 47 + 85.
     7+5=12; 4+8+1=13; \\boxed{132}
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 
-PROMPT = "Calculate {a}+{b}.\n"
+PROMPT = "Calculate {a} + {b}.\n"
 
 
 def worked_addition(seed: int, size: int, exclude: frozenset[str] = frozenset()) -> list[dict[str, str]]:
@@ -20,7 +20,7 @@ def worked_addition(seed: int, size: int, exclude: frozenset[str] = frozenset())
     generator = random.Random(seed)
     examples = []
     while len(examples) < size:
-        a, b = generator.randint(10, 99), generator.randint(10, 99)
+        a, b = generator.randint(0, 100), generator.randint(0, 100)
         prompt = PROMPT.format(a=a, b=b)
         if prompt not in exclude:
             examples.append({"prompt": prompt, "response": work(a, b)})
@@ -28,7 +28,7 @@ def worked_addition(seed: int, size: int, exclude: frozenset[str] = frozenset())
 
 
 def work(a: int, b: int) -> str:
-    """The worked answer to a+b for two-digit a and b."""
+    """The worked answer to a+b for a and b from 0 to 100."""
     units = a % 10 + b % 10
     carry = "+1" if units >= 10 else ""
     tens = a // 10 + b // 10 + bool(carry)

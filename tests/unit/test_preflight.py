@@ -1,0 +1,122 @@
+"""Checks before the start: model, layout, prompts and run folder, each one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from areal_hpc.cli import main
+from areal_hpc.config.load import ConfigError, load_config, save_config
+from areal_hpc.launch.local import role_environments
+from areal_hpc.launch.preflight import check_files, check_run_folder, count_parameters
+
+MODEL = {
+    "model_type": "qwen2", "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "intermediate_size": 64, "vocab_size": 259, "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "model.safetensors").write_bytes(b"")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(sorted(alphabet))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(model / "tokenizer.json"))
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": "q" * n, "answer": str(n)}) + "\n" for n in range(1, 41)))
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"run: {{folder: {tmp_path}/run}}\n"
+        f"model: {{path: {model}, max_context: 64}}\n"
+        f"data: {{train: {{path: {data}}}}}\n"
+        "rollout: {max_new_tokens: 24}\n"
+    )
+    return file
+
+
+def refused(capsys, *arguments: str) -> str:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_good_configuration_passes(config_file, capsys):
+    assert main(["check", str(config_file)]) == 0
+    assert "longest prompt 40 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.tp=2", "groups.trainer.ranks_per_node=2"], ["trainer.tp=2", "9 attention heads"]),
+        (["trainer.pp=2", "groups.trainer.ranks_per_node=2"], ["trainer.pp=2", "3 layers"]),
+        (["trainer.ep=2"], ["trainer.ep=2"]),
+        (["rollout.max_new_tokens=25"], ["prompt 39", "40 tokens", "leaves 39", "model.max_context"]),
+        (["model.max_context=200"], ["model.max_context=200", "max_position_embeddings 128"]),
+        (["model.path=/no/such/folder"], ["model.path=/no/such/folder"]),
+        (["data.train.path=/no/such/file"], ["data.train.path=/no/such/file"]),
+        (["run.totl_steps=1"], ["run.totl_steps", "run.total_steps"]),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(config_file, capsys, overrides, words):
+    message = refused(capsys, "check", str(config_file), *overrides)
+    for word in words:
+        assert word in message
+
+
+def test_run_refuses_before_anything_starts(config_file, capsys, tmp_path):
+    assert "9 attention heads" in refused(
+        capsys, "run", str(config_file), "trainer.tp=2", "groups.trainer.ranks_per_node=2"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_run_is_refused_or_resumed_but_never_overwritten(config_file, tmp_path, capsys):
+    config = load_config(config_file)
+    assert check_run_folder(config) is False
+    (tmp_path / "run").mkdir()
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert "already holds a run" in refused(capsys, "run", str(config_file))
+    assert check_run_folder(load_config(config_file, ["run.on_existing=resume"])) is True
+    with pytest.raises(ConfigError, match="holds another run"):
+        check_run_folder(load_config(config_file, ["run.on_existing=resume", "run.name=other"]))
+
+
+def test_a_folder_with_foreign_files_is_refused(config_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="not empty"):
+        check_run_folder(load_config(config_file, ["run.on_existing=resume"]))
+
+
+def test_parameter_count_is_that_of_transformers():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    for tied in (True, False):
+        shape = {**MODEL, "tie_word_embeddings": tied}
+        model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in shape.items() if k != "model_type"}))
+        biases = sum(p.numel() for name, p in model.named_parameters() if name.endswith("bias"))
+        assert count_parameters(shape) == sum(p.numel() for p in model.parameters()) - biases
+
+
+def test_cores_are_dealt_to_roles(config_file, monkeypatch):
+    overrides = ["trainer.dp=2", "groups.trainer.ranks_per_node=2", "groups.rollout.ranks_per_node=2"]
+    config = load_config(config_file, overrides)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    roles = role_environments(config)
+    assert [(role, ranks) for role, ranks, _ in roles] == [
+        ("controller", 1), ("trainer", 2), ("rollout", 1), ("rollout", 1)
+    ]  # fmt: skip
+    engines = [environment["AREAL_ENGINE_CORES"].split(",") for *_, environment in roles[2:]]
+    assert engines == [["5", "6", "7"], ["2", "3", "4"]]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert [environment.get("AREAL_ENGINE_CORES") for *_, environment in role_environments(config)[2:]] == ["1", "0"]
