@@ -1,0 +1,1 @@
+"""The spool: trajectories in HDF5 shards on the shared filesystem."""

@@ -1,0 +1,71 @@
+"""Files that survive a crash: written aside, synced, renamed; and disks that are full.
+
+Used by the spool, the ledger and the run's small JSON files. A file that has its final
+name is whole: data is synced before the rename, the folder's entry after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a full disk and an exhausted quota answer."""
+
+
+class DiskFullError(OSError):
+    """No space for a file; the message names the path and the bytes that are missing."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_full(error: OSError, path: Path, num_bytes: int) -> DiskFullError | None:
+    """The error to raise instead of `error` if that is a full disk, else None."""
+    if error.errno not in FULL:
+        return None
+    try:
+        free = os.statvfs(path.parent)
+        available = free.f_bavail * free.f_frsize
+    except OSError:
+        available = 0
+    missing = max(num_bytes - available, 1)
+    reason = "quota exhausted" if error.errno == errno.EDQUOT else "disk full"
+    return DiskFullError(
+        error.errno,
+        f"{reason}: writing {num_bytes} bytes to {path} lacks at least {missing} bytes ({available} are free)",
+    )
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write every byte; `os.write` may take a part only when space runs out."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Put `data` at `path`, mode 0600, so that a crash leaves the old file or the new one.
+
+    Raises DiskFullError, leaving no temporary file behind, when there is no space.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_full(error, path, len(data)) or error from None
