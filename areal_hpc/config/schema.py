@@ -38,6 +38,11 @@ class KvOnUpdate(str, Enum):
     keep = "keep"
 
 
+class Sandbox(str, Enum):
+    require = "require"
+    best_effort = "best_effort"
+
+
 class WeightBackend(str, Enum):
     auto = "auto"
     nccl = "nccl"
@@ -172,11 +177,17 @@ class RewardsConfig:
     weights: dict[str, float] = field(default_factory=dict)
     """Several rewards as a weighted sum, name -> weight; replaces `fn` when given."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Keywords of the reward function; with `weights`, a mapping of them per reward name."""
     workers: int = 1
     """Worker processes per rollout rank."""
-    timeout_s: float = 10.0
-    """Wall-clock limit of one check."""
+    timeout_s: float = 5.0
+    """Wall-clock limit of one check, seconds; an answer that goes over it gets 0 and is counted."""
     memory_bytes: int = 2 * 1024**3
+    """Memory limit of one check, and of each program that it runs."""
+    sandbox: Sandbox = Sandbox.require
+    """Programs under test: require every protection, or best_effort with what the kernel offers."""
+    sandbox_paths: list[str] = field(default_factory=list)
+    """Folders that programs under test may read and import from, beside the standard library."""
 
 
 @dataclass
