@@ -42,14 +42,15 @@ def compute_advantages(
     counts = per_group(torch.ones_like(rewards))
     centred = rewards - per_group(rewards) / counts
     # Not by comparing the std with 0: the mean of equal rewards is not always that reward.
+    # A group of one counts as equal; its 0/0 below is replaced.
     equal = _equal_within(rewards, groups, num_groups)
     if algorithm.advantage == "dr_grpo":
         advantages = centred
     elif algorithm.advantage == "rloo":
         # r - (sum - r)/(n - 1) = (r - mean) * n/(n - 1)
-        advantages = centred * counts / (counts - 1).clamp(min=1)
+        advantages = centred * counts / (counts - 1)
     elif algorithm.advantage == "grpo":
-        variances = per_group(centred.square()) / (counts - 1).clamp(min=1)
+        variances = per_group(centred.square()) / (counts - 1)
         advantages = centred / (variances.sqrt() + STD_FLOOR)
     else:
         raise ValueError(f"algorithm.advantage={algorithm.advantage} gives no advantage per sequence")

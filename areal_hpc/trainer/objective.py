@@ -93,7 +93,6 @@ def policy_loss(
     policy = trained(policy_logprobs)
     behaviour = trained(rollout_logprobs).detach()
     advantages = trained(advantages).detach()
-    staleness = None if staleness is None else torch.where(mask, staleness, 0)
     metrics = _Metrics(mask)
 
     if algorithm.objective is Objective.naive:
@@ -119,7 +118,7 @@ def policy_loss(
         objective = objective + algorithm.entropy_coef * trained(entropy)
     if algorithm.aggregation == "seq-mean-token-mean":
         objective = objective / sequences.num_trained
-    loss = -torch.where(mask, objective, 0.0).sum() / denominator
+    loss = -objective.sum() / denominator
 
     if staleness is not None:
         metrics.mean("staleness", staleness.to(policy.dtype))

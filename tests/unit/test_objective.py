@@ -114,6 +114,15 @@ def test_decoupled_is_naive_where_the_policies_coincide(batch):
     torch.testing.assert_close(decoupled, naive, rtol=1e-12, atol=0)
 
 
+def test_no_gradient_flows_through_anything_but_the_policy(batch):
+    algorithm = AlgorithmConfig(kl_coef=0.1)
+    attached = {name: batch.policy * (0.8 + 0.1 * i) for i, name in enumerate(FLOATS[1:])}
+    live = batch.loss(algorithm, **attached)
+    detached = batch.loss(algorithm, **{name: values.detach() for name, values in attached.items()})
+    gradients = [torch.autograd.grad(output.loss, batch.policy)[0] for output in (live, detached)]
+    assert torch.equal(*gradients)
+
+
 def test_clip_higher(batch):
     def formula(t):
         weight = torch.exp(batch.proximal[t] - batch.rollout[t])
