@@ -120,8 +120,10 @@ def _parse(content: str) -> Value | None:
     number = _fraction(text)
     if number is not None:
         return Value(text, fraction=number[0], percent=number[1])
-    if _is_word(content, text):
+    if _is_word(text):
         return Value(text)
+    if _is_prose(text):
+        return None
     symbolic = _parse_latex(text)
     return None if symbolic is None else Value(text, symbolic=symbolic)
 
@@ -171,14 +173,28 @@ def _depth(text: str) -> int:
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{([^{}]*)\}")
 
 
-def _is_word(content: str, text: str) -> bool:
+_NO_VALUE = ("nan", "none", "null", "undefined")
+
+
+def _is_prose(text: str) -> bool:
+    """Two words in a row, or a word that stands for a missing value."""
+    plain = re.sub(r"\\[A-Za-z]+", " ", _TEXT_COMMAND.sub(" ", text)).casefold()
+    plain = re.sub(r"\b(and|or)\b", ",", plain)
+    return plain.strip() in _NO_VALUE or re.search(r"[a-z]{2,} +[a-z]{2,}", plain) is not None
+
+
+def _is_word(text: str) -> bool:
     """A word, a choice letter such as (C), or anything inside \\text{}: compared as text.
 
     sympy would read a word as a product of letters, in which any anagram is equal.
     """
     if _TEXT_COMMAND.fullmatch(text):
         return bool(_word(text))
-    return re.fullmatch(r"\(?[A-Z]\)?|[A-Za-z]{2,}", text) is not None and text.lower() not in ("pi", "oo")
+    return re.fullmatch(r"\(?[A-Z]\)?|[A-Za-z]{2,}", text) is not None and text.lower() not in (
+        "pi",
+        "oo",
+        *_NO_VALUE,
+    )
 
 
 def _word(text: str) -> str:
@@ -339,7 +355,7 @@ def _equal(gold: Any, answer: Any) -> bool:
     if isinstance(gold, (Relational, sympy.Set, sympy.And, sympy.Or)):
         from math_verify import verify
 
-        return bool(verify(gold, answer, timeout_seconds=None))
+        return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
     return False
 
 
@@ -412,9 +428,17 @@ def _constants_equal(gold: Any, answer: Any) -> bool:
         return False
     if difference <= sympy.Float("1e-40") * scale:
         return True
-    approximate = gold.has(sympy.Float) != answer.has(sympy.Float)
-    size = min(sympy.Abs(sympy.N(value, 60)) for value in values)
-    return bool(approximate and difference <= APPROXIMATION * size)
+    rationals = [value for value in values if value.is_Rational]
+    if len(rationals) != 1 or not _is_decimal(rationals[0].q):
+        return False
+    return bool(difference <= APPROXIMATION * sympy.Abs(rationals[0]))
+
+
+def _is_decimal(denominator: int) -> bool:
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1
 
 
 def _without_percent(expression: Any) -> Any:
