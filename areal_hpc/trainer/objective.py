@@ -26,6 +26,7 @@ from areal_hpc.config.algorithm import AlgorithmConfig, Objective
 from areal_hpc.trainer.kl import kl_estimate
 from areal_hpc.trainer.packed import MAX_LOG_RATIO, Sequences, bounded_exp, keep_trained
 
+
 @dataclass(frozen=True)
 class LossOutput:
     """What one micro-batch gives.

@@ -15,7 +15,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(file.name for file in CONFIGS.glob("*.yaml") if "quickstart" not in file.name)
 
 # Attention heads, KV heads, layers, MLP width: from each model's config.json.
-MODELS = {"1.5B": (12, 2, 28, 8960), "7B": (28, 4, 28, 18944), "14B": (40, 8, 48, 13824), "32B": (40, 8, 64, 27648)}
+MODELS = {
+    "1.5B": (12, 2, 28, 8960),
+    "7B": (28, 4, 28, 18944),
+    "14B": (40, 8, 48, 13824),
+    "32B": (40, 8, 64, 27648),
+}
 KEYS = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size")
 
 
