@@ -37,4 +37,4 @@ def length_reward(prompt: Prompt, response: str, *, target: int = 1000, limit: i
     if not 0 <= target < limit:
         raise ValueError(f"options target={target} and limit={limit} must satisfy 0 <= target < limit")
     excess = (len(response) - target) / (limit - target)
-    return -min(1.0, max(0.0, excess))
+    return min(0.0, max(-1.0, -excess))
