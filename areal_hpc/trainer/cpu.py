@@ -1,0 +1,106 @@
+"""Lets Megatron-core run on CPU with gloo. Called once by `parallel.start` where the device is cpu.
+
+Megatron names the device "cuda" in a few places and asks torch.cuda for the current one.
+Here those few places are answered with the CPU; nothing is changed where the device is cuda.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+from collections.abc import Iterator
+
+import torch
+
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
+_MODULES_NAMING_CUDA = (
+    "pipeline_parallel.schedules",
+    "optimizer.optimizer",
+    "optimizer.clip_grads",
+    "optimizer.grad_scaler",
+    "distributed.param_and_grad_buffer",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "transformer.moe.moe_utils",
+    "tensor_parallel.random",
+    "utils",
+)
+"""Modules of megatron.core that write device="cuda" where a trainer of ours passes."""
+
+
+class _TorchOnCpu(types.ModuleType):
+    """Stands for `torch` in one module: factories asked for device "cuda" use the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _NoRngTracker:
+    """Megatron's tracker of CUDA generators, where there are none: CPU runs use no dropout."""
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        assert not states
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+
+_CUDA_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def patch_megatron() -> None:
+    """Answer Megatron's questions for CUDA with the CPU, in this process. Twice does no harm."""
+    if getattr(torch.Tensor.type, "areal_cpu", False):
+        return
+    plain_type = torch.Tensor.type
+
+    def tensor_type(self, *args, **kwargs):
+        # Megatron compares this string to find out a parameter's precision.
+        if args or kwargs or self.dtype not in _CUDA_NAMES:
+            return plain_type(self, *args, **kwargs)
+        return _CUDA_NAMES[self.dtype]
+
+    tensor_type.areal_cpu = True
+    torch.Tensor.type = tensor_type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+
+    from megatron.core.tensor_parallel import random
+
+    random._CUDA_RNG_STATE_TRACKER = _NoRngTracker()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    proxy = _TorchOnCpu()
+    for name in _MODULES_NAMING_CUDA:
+        importlib.import_module(f"megatron.core.{name}").torch = proxy

@@ -1,0 +1,81 @@
+"""Log-probabilities and entropies of packed tokens from vocab-parallel logits.
+
+Called by `megatron` on the last pipeline stage. Each tensor-parallel rank holds the logits
+of its part of the vocabulary; the padding of the vocabulary is cut off before the softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, *, temperature: float, vocab_size: int, tp_rank: int, group, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each token and the entropy of the distribution it was drawn from.
+
+    logits [T, V/tp] at each position; tokens [T], all sequences of the micro-batch one
+    after the other. Entry t of the results [T], float32, belongs to token t, that is to the
+    logits one position before: the entries of each sequence's first token are without
+    meaning (0 for the very first) and must be masked. `entropy` False returns None for it.
+    """
+    rows = logits.shape[-1]
+    start = tp_rank * rows
+    # The ranks that hold padding only keep one column, whose logit is set to -inf below.
+    valid = min(max(vocab_size - start, 0), rows)
+    logprobs, entropies = _VocabParallelLogprobs.apply(
+        logits[:-1], tokens[1:], temperature, start, valid, group, entropy
+    )
+    first = logprobs.new_zeros(1)
+    return torch.cat([first, logprobs]), torch.cat([first, entropies]) if entropy else None
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """log_softmax(logits / temperature)[target] and its entropy, over a split vocabulary.
+
+    With p the softmax and l the scaled logits: d logp/dl = onehot - p and
+    d H/dl = -p * (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, start, valid, group, with_entropy):
+        scaled = logits.float() / temperature
+        scaled[:, valid:] = -torch.inf
+        peak = scaled.max(dim=-1).values
+        _reduce(peak, dist.ReduceOp.MAX, group)
+        # A rank with nothing but padding has only -inf: exp(-inf) = 0 for finite peaks.
+        scaled -= peak[:, None]
+        probabilities = scaled.exp()
+        local = targets - start
+        mine = (local >= 0) & (local < valid)
+        local = local.clamp(0, logits.shape[-1] - 1)
+        chosen = torch.where(mine, scaled.gather(-1, local[:, None])[:, 0], 0.0)
+        parts = [probabilities.sum(dim=-1), chosen]
+        if with_entropy:
+            parts.append(torch.where(probabilities > 0, probabilities * scaled, 0.0).sum(dim=-1))
+        totals = torch.stack(parts)
+        _reduce(totals, dist.ReduceOp.SUM, group)
+        log_total = totals[0].log()
+        probabilities /= totals[0][:, None]
+        logprobs = totals[1] - log_total
+        entropies = log_total - totals[2] / totals[0] if with_entropy else logprobs.new_zeros(0)
+        ctx.save_for_backward(probabilities, local, mine, entropies)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        probabilities, local, mine, entropies = ctx.saved_tensors
+        gradient = probabilities * -grad_logprobs[:, None]
+        gradient.scatter_add_(-1, local[:, None], torch.where(mine, grad_logprobs, 0.0)[:, None])
+        if entropies.numel() and bool(grad_entropies.any()):
+            log_p = torch.where(probabilities > 0, probabilities, 1.0).log()
+            gradient -= grad_entropies[:, None] * probabilities * (log_p + entropies[:, None])
+        return (gradient / ctx.temperature).to(ctx.dtype), None, None, None, None, None, None
+
+
+def _reduce(tensor: Tensor, operation, group) -> None:
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=operation, group=group)

@@ -1,0 +1,213 @@
+"""Builds a Megatron GPTModel for a Hugging Face folder. Called by `megatron`.
+
+Layers are Transformer Engine's where it is installed and the device is cuda, else
+Megatron's local ones with our packed attention and a norm that knows sequence
+parallelism. Models or layouts that cannot work are refused by name (ConfigError).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from areal_hpc.config.errors import ConfigError
+from areal_hpc.trainer.attention import PackedAttention, PackedRotary
+from areal_hpc.trainer.parallel import Layout, Place
+
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the configuration says beyond the Hugging Face folder."""
+
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    recompute: bool = False
+    vocab_divisor: int = 128
+    deterministic: bool = False
+
+
+def uses_local_layers(device: torch.device) -> bool:
+    return device.type == "cpu" or importlib.util.find_spec("transformer_engine") is None
+
+
+def padded_vocab_size(vocab_size: int, divisor: int, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of divisor * tp."""
+    step = divisor * tp
+    return -(-vocab_size // step) * step
+
+
+def read_hf_config(folder: str):
+    """The folder's transformers configuration with gaps filled; ConfigError for other families."""
+    from transformers import AutoConfig
+
+    hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hf.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model.path={folder} is of type {hf.model_type!r}; supported are {', '.join(FAMILIES)}"
+        )
+    if getattr(hf, "head_dim", None) is None:
+        hf.head_dim = hf.hidden_size // hf.num_attention_heads
+    if getattr(hf, "num_key_value_heads", None) is None:
+        hf.num_key_value_heads = hf.num_attention_heads
+    return hf
+
+
+def check_model(hf, layout: Layout, options: ModelOptions) -> None:
+    """Refuse what this trainer cannot compute exactly, and layouts the model's sizes do not divide into."""
+    name = f"model of type {hf.model_type}"
+    refusals = {
+        f"{name} with hidden_act={hf.hidden_act} (only silu)": hf.hidden_act != "silu",
+        f"{name} with sliding-window attention": bool(getattr(hf, "use_sliding_window", False)),
+        f"{name} with mlp_bias": bool(getattr(hf, "mlp_bias", False)),
+        f"{name} with attention_bias": bool(getattr(hf, "attention_bias", False)),
+        f"{name} with attention_dropout={getattr(hf, 'attention_dropout', 0)}": bool(
+            getattr(hf, "attention_dropout", 0)
+        ),
+    }
+    if hf.model_type == "qwen3_moe":
+        refusals[f"{name} with dense layers among the experts"] = bool(hf.mlp_only_layers) or hf.decoder_sparse_step != 1
+        refusals[f"{name} with norm_topk_prob=false"] = not hf.norm_topk_prob
+    for what, refused in refusals.items():
+        if refused:
+            raise ConfigError(f"model.path: a {what} is not supported")
+    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+    width = hf.moe_intermediate_size if hf.model_type == "qwen3_moe" else hf.intermediate_size
+    experts = hf.num_experts if hf.model_type == "qwen3_moe" else 0
+    if heads % layout.tp:
+        raise ConfigError(f"trainer.tp={layout.tp} does not divide the model's {heads} attention heads: change trainer.tp")
+    if groups % layout.tp and layout.tp % groups:
+        raise ConfigError(
+            f"trainer.tp={layout.tp} and the model's {groups} key-value heads do not divide each other: change trainer.tp"
+        )
+    if width % layout.tp:
+        raise ConfigError(f"trainer.tp={layout.tp} does not divide the model's intermediate size {width}: change trainer.tp")
+    if hf.num_hidden_layers % layout.pp:
+        raise ConfigError(
+            f"trainer.pp={layout.pp} does not divide the model's {hf.num_hidden_layers} layers: change trainer.pp"
+        )
+    if layout.ep > 1 and not experts:
+        raise ConfigError(f"trainer.ep={layout.ep} needs a model with experts: set trainer.ep=1")
+    if experts and experts % layout.ep:
+        raise ConfigError(f"trainer.ep={layout.ep} does not divide the model's {experts} experts: change trainer.ep")
+    if layout.dp * layout.tp % layout.ep:
+        raise ConfigError(
+            f"trainer.ep={layout.ep} does not divide trainer.tp*dp={layout.tp * layout.dp}: change trainer.ep"
+        )
+    if experts and layout.tp > 1 and not options.sequence_parallel:
+        raise ConfigError("trainer.sequence_parallel=false with trainer.tp > 1 and experts: set it to true")
+    if options.sequence_parallel and layout.tp == 1:
+        raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """Megatron's constructor around torch's RMSNorm, with sequence parallelism.
+
+    The mark on the weight makes Megatron add up its gradient over the tensor-parallel
+    ranks, each of which saw a part of the tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    """An initialisation that does nothing."""
+    return tensor
+
+
+def transformer_overrides(place: Place, options: ModelOptions) -> dict[str, object]:
+    """Settings of the TransformerConfig that do not come from the Hugging Face folder."""
+    local = uses_local_layers(place.device)
+    overrides: dict[str, object] = {
+        "params_dtype": options.dtype,
+        "pipeline_dtype": options.dtype,
+        "bf16": options.dtype is torch.bfloat16,
+        "fp16": options.dtype is torch.float16,
+        "sequence_parallel": options.sequence_parallel,
+        "variable_seq_lengths": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Weights are read from a folder in any case. Megatron's own switch for that would
+        # also leave the marks of tensor parallelism off the parameters.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+        "use_cpu_initialization": place.device.type == "cpu",
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": not local,
+        "bias_dropout_fusion": not local,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": not local,
+        "apply_rope_fusion": not local,
+        "moe_grouped_gemm": not local,
+        "batch_p2p_comm": False,
+        "deterministic_mode": options.deterministic,
+    }
+    if options.recompute:
+        overrides |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return overrides
+
+
+def layer_spec(config: TransformerConfig, device: torch.device):
+    """The specification of all layers of this pipeline stage."""
+    if not uses_local_layers(device):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RmsNorm
+    )
+
+
+def build_model(hf, config: TransformerConfig, place: Place, vocab_rows: int) -> GPTModel:
+    """This rank's part of the model, on its device; weights are undefined until they are loaded."""
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, place.device),
+        vocab_size=vocab_rows,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=place.is_first_stage,
+        post_process=place.is_last_stage,
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        position_embedding_type="rope",
+        rotary_base=10000,
+    )
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(hf)
+    if uses_local_layers(place.device):
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+    return model.to(place.device)
+
+
+def rotary_frequencies(hf) -> torch.Tensor:
+    """Inverse frequencies [d/2] as transformers computes them, for default, linear and llama3 scaling."""
+    parameters = dict(getattr(hf, "rope_parameters", None) or {})
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        base = parameters.get("rope_theta") or getattr(hf, "rope_theta", 10000.0)
+        exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim
+        return 1.0 / base**exponents
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(f"model.path: rotary embedding of type {kind!r} is not supported (default, linear, llama3)")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf, device=torch.device("cpu"))
+    assert scaling == 1.0
+    return frequencies
