@@ -21,6 +21,8 @@ from areal_hpc.config.algorithm import check_algorithm
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import Config
 
+T = typing.TypeVar("T")
+
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """The configuration in `path` with `key=value` overrides applied, resolved and checked.
@@ -35,6 +37,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """As `load_config` without the cross-key checks."""
+    return merge_config(Config, path, overrides)
+
+
+def merge_config(schema: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> T:
+    """A YAML file and overrides as an instance of the dataclass `schema`."""
     try:
         given = OmegaConf.load(path)
     except FileNotFoundError:
@@ -43,19 +50,18 @@ def read_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise ConfigError(f"configuration file {path} is a folder") from None
     except Exception as error:  # OmegaConf passes YAML's own exceptions through
         raise ConfigError(f"configuration file {path} is not readable YAML: {_one_line(error)}") from None
-    schema = OmegaConf.structured(Config)
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
-        merged = OmegaConf.merge(schema, given if given else {}, OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), given if given else {}, OmegaConf.from_dotlist(list(overrides)))
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from None
+        raise ConfigError(_explain(error, schema)) from None
     except ValueError as error:
         raise ConfigError(_one_line(error)) from None
-    assert isinstance(config, Config)
+    assert isinstance(config, schema)
     return config
 
 
@@ -73,8 +79,8 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(OmegaConf.to_yaml(OmegaConf.structured(config)).encode()).hexdigest()
 
 
-def valid_keys() -> list[str]:
-    """Every dotted key of the schema."""
+def valid_keys(schema: type = Config) -> list[str]:
+    """Every dotted key of a schema."""
 
     def walk(node: type, prefix: str) -> list[str]:
         keys = []
@@ -85,18 +91,18 @@ def valid_keys() -> list[str]:
                 keys += walk(hints[entry.name], f"{prefix}{entry.name}.")
         return keys
 
-    return walk(Config, "")
+    return walk(schema, "")
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _explain(error: OmegaConfBaseException) -> str:
+def _explain(error: OmegaConfBaseException, schema: type) -> str:
     key = getattr(error, "full_key", None) or ""
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "not in" in message or "not a valid" in message.lower() and "attribute" in message.lower():
-        near = difflib.get_close_matches(key, valid_keys(), n=1, cutoff=0.4)
+        near = difflib.get_close_matches(key, valid_keys(schema), n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"unknown key {key}{hint}"
     if "Missing mandatory value" in message:
@@ -155,6 +161,22 @@ def check_config(config: Config) -> None:
             raise ConfigError(f"{name}.size={dataset.size}: a generated task needs the number of prompts")
         if "{prompt}" not in dataset.template:
             raise ConfigError(f"{name}.template={dataset.template!r} does not contain {{prompt}}")
+    check_rewards(config)
+
+
+def check_rewards(config: Config) -> None:
+    """Names, weights and limits of the rewards."""
+    from areal_hpc.rewards.registry import reward_specs  # imports no reward
+
+    rewards = config.rewards
+    if not rewards.timeout_s > 0:
+        raise ConfigError(f"rewards.timeout_s={rewards.timeout_s} must be positive")
+    if rewards.memory_bytes < 256 * 1024**2:
+        raise ConfigError(f"rewards.memory_bytes={rewards.memory_bytes} must be at least 268435456 (256 MiB)")
+    try:
+        reward_specs(rewards)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _positive(values: dict[str, int]) -> None:
