@@ -43,6 +43,10 @@ class RunPaths:
     def log(self, role: str, role_rank: int) -> Path:
         return self.logs / f"{role}-{role_rank:05d}.log"
 
+    def engine_log(self, role_rank: int) -> Path:
+        """What the engine's own processes write (vLLM), apart from their rank's log."""
+        return self.logs / f"engine-{role_rank:05d}.log"
+
     @property
     def telemetry(self) -> Path:
         return self.root / "telemetry"

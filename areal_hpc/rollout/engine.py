@@ -1,0 +1,379 @@
+"""One vLLM engine of a rollout rank: start, generate, pause, change weights, end.
+
+Owns the AsyncLLM and, through it, the engine's child processes. Everything else asks
+here: `supervisor` decides when to start it again, `updates` drives its weights, workflows
+generate through `workflow.EpisodeEngine`. vLLM is imported when the engine starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from areal_hpc.config.schema import Config, Device, KvOnUpdate, OnUpdate
+from areal_hpc.rollout.environment import derive_seed, engine_environment
+from areal_hpc.types import SamplingSpec
+from areal_hpc.weights.transfer import resolve_backend
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Result = TypeVar("Result")
+
+
+class EngineDied(RuntimeError):
+    """The engine's processes are gone (or about to be): restart it, ask again."""
+
+
+class PromptTooLong(ValueError):
+    """No room for a single new token in model.max_context."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer, prompt not included; the three arrays have the shape [num_tokens].
+
+    logprobs: under the distribution that was sampled from. versions: policy_version of
+    the weights that produced each token. finish_reason: stop or length.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
+        assert len(lengths) == 1, f"per-token arrays of an answer differ in length: {lengths}"
+
+
+class EngineGauges:
+    """What the engine reported last; written by vLLM's output handler, read by the loop."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self.generated_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        self.last_progress = time.monotonic()
+
+
+class RolloutEngine:
+    """An engine of `rollout` and `model` of the configuration.
+
+    index: the rollout's role_rank; engines of one run sample from different seeds.
+    """
+
+    def __init__(self, config: Config, *, index: int = 0, cores: str = "auto", log: Path) -> None:
+        self._config = config
+        self._index = index
+        self._cores = cores
+        self._log = log
+        self._llm: AsyncLLM | None = None
+        self._processes: list[Any] = []
+        self._resumed = asyncio.Event()
+        self._death = asyncio.Event()
+        self.gauges = EngineGauges()
+        self.num_in_flight = 0
+        self.version = 0
+
+    # -- life ----------------------------------------------------------------------
+
+    async def start(self, version: int = 0) -> None:
+        """Load model.path and label it `version`; raises EngineDied if the engine does not come up."""
+        self.gauges.last_progress = time.monotonic()
+        self._death = asyncio.Event()
+        try:
+            self._llm = await asyncio.to_thread(self._construct)
+            self._processes = _all_processes(self._llm)
+            await self.set_version(version)
+        except Exception as error:
+            self.kill()
+            raise EngineDied(f"the engine did not start: {error}") from error
+        self._resumed.set()
+
+    def kill(self) -> None:
+        """End every process of the engine at once; they answer to nothing gentler (see environment)."""
+        self._death.set()
+        for process in self._processes:
+            _kill(process)
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown(timeout=0)
+        self._processes = []
+
+    @property
+    def alive(self) -> bool:
+        return (
+            self._llm is not None
+            and not self._llm.errored
+            and all(process.is_running() and process.status() != "zombie" for process in self._processes)
+        )
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def capacity(self) -> int:
+        return self._config.rollout.max_num_seqs
+
+    # -- generation ----------------------------------------------------------------
+
+    async def generate(
+        self, token_ids: list[int], sampling: SamplingSpec, request_id: str, seed: int
+    ) -> Generation:
+        """Answer one prompt; goes on across weight updates, token by token under its own version.
+
+        The budget is what fits: at most max_new_tokens, at most the rest of the context,
+        interruptions included. Raises PromptTooLong, and EngineDied when the engine goes.
+        """
+        budget = min(sampling.max_new_tokens, self._config.model.max_context - len(token_ids))
+        if budget < 1:
+            raise PromptTooLong(
+                f"a prompt of {len(token_ids)} tokens leaves no room in "
+                f"model.max_context={self._config.model.max_context}"
+            )
+        if not self.num_in_flight:
+            # Silence is only counted while somebody waits for an answer.
+            self.gauges.last_progress = time.monotonic()
+        self.num_in_flight += 1
+        try:
+            return await self._answer_whole(token_ids, sampling, budget, request_id, seed)
+        finally:
+            self.num_in_flight -= 1
+
+    async def _answer_whole(
+        self, token_ids: list[int], sampling: SamplingSpec, budget: int, request_id: str, seed: int
+    ) -> Generation:
+        parts: list[Generation] = []
+        done = 0
+        while True:
+            prompt = token_ids + [int(token) for part in parts for token in part.token_ids]
+            part = await self._answer(
+                prompt,
+                replace_budget(sampling, budget - done),
+                f"{request_id}.{len(parts)}",
+                seed if not parts else derive_seed(seed, len(parts)),
+            )
+            parts.append(part)
+            done += len(part.token_ids)
+            if part.finish_reason != "abort":
+                return _join(parts, part.finish_reason)
+            if done >= budget:
+                return _join(parts, "length")
+            # Aborted by an update (abort_and_resubmit): go on under the new weights.
+            await self._unless_dead(self._resumed.wait())
+
+    async def _answer(
+        self, prompt: list[int], sampling: SamplingSpec, request_id: str, seed: int
+    ) -> Generation:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        llm = self._require()
+        params = SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            # Text is only needed to find stop strings; token ids are what travels.
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def last_output() -> Any:
+            outputs = llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id)
+            return [output async for output in outputs][-1]
+
+        try:
+            final = await self._unless_dead(last_output())
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDied(f"the engine died while it answered {request_id}") from error
+        return _to_generation(final.outputs[0])
+
+    # -- weights -------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Stop generating as rollout.on_update says; unfinished answers wait, finish or are aborted."""
+        mode = {OnUpdate.interrupt: "keep", OnUpdate.drain: "wait", OnUpdate.abort_and_resubmit: "abort"}
+        rollout = self._config.rollout
+        self._resumed.clear()
+        await self._unless_dead(
+            self._require().pause_generation(
+                mode=mode[rollout.on_update],
+                clear_cache=rollout.kv_on_update is KvOnUpdate.recompute,
+            )
+        )
+
+    async def resume(self) -> None:
+        await self._unless_dead(self._require().resume_generation())
+        self.gauges.last_progress = time.monotonic()
+        self._resumed.set()
+
+    async def connect_weights(self, init_info: dict[str, Any]) -> None:
+        await self._worker_call("init_weight_transfer_engine", init_info=init_info)
+
+    async def stage_weights(self, update_info: dict[str, Any]) -> None:
+        """Bring an update into the stage (or abandon one); the model is not touched."""
+        await self._worker_call("start_weight_update")
+        await self._worker_call("update_weights", update_info=update_info)
+
+    async def load_weights(self) -> None:
+        """Load what is staged; only under a pause."""
+        await self._worker_call("finish_weight_update")
+
+    async def set_version(self, version: int) -> None:
+        await self._unless_dead(self._require().update_weight_version(str(version)))
+        self.version = version
+
+    async def _worker_call(self, method: str, **arguments: Any) -> None:
+        await self._unless_dead(self._require().collective_rpc(method, kwargs=arguments))
+        self.gauges.last_progress = time.monotonic()
+
+    async def _unless_dead(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """The call's result, or EngineDied: a killed engine leaves its callers without an answer."""
+        work = asyncio.ensure_future(call)
+        death = asyncio.ensure_future(self._death.wait())
+        try:
+            await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise EngineDied("the engine was ended")
+            return work.result()
+        finally:
+            death.cancel()
+            if not work.done():
+                work.cancel()
+
+    def _require(self) -> AsyncLLM:
+        if self._llm is None or self._llm.errored:
+            raise EngineDied("the engine is not running")
+        return self._llm
+
+    # -- construction --------------------------------------------------------------
+
+    def _construct(self) -> AsyncLLM:
+        """In a thread of its own: takes as long as loading the model, and blocks signals meanwhile."""
+        with engine_environment(self._cores, str(self._log)):
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**engine_arguments(self._config, self._index)),
+                stat_loggers=[_gauge_logger(self.gauges)],
+            )
+
+
+def engine_arguments(config: Config, index: int) -> dict[str, Any]:
+    """vLLM's arguments for engine `index`; rollout.engine_options may add or override."""
+    rollout = config.rollout
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "tokenizer": config.model.tokenizer,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_context,
+        "seed": derive_seed(config.run.seed, "engine", index) % 2**31,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "enforce_eager": rollout.enforce_eager,
+        "enable_prefix_caching": True,
+        # The distribution that was sampled from: temperature, top-p and top-k applied.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": f"areal_{resolve_backend(config).value}"},
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if config.run.device is Device.cpu:
+        arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 1024**3)
+    else:
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    return arguments | dict(rollout.engine_options)
+
+
+def replace_budget(sampling: SamplingSpec, max_new_tokens: int) -> SamplingSpec:
+    return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens)
+
+
+def _gauge_logger(gauges: EngineGauges) -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class GaugeLogger(StatLoggerBase):
+        def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
+            if scheduler_stats is not None:
+                gauges.num_running = scheduler_stats.num_running_reqs
+                gauges.num_waiting = scheduler_stats.num_waiting_reqs
+                gauges.prompt_tokens += scheduler_stats.prefix_cache_stats.queries
+                gauges.cached_prompt_tokens += scheduler_stats.prefix_cache_stats.hits
+            if iteration_stats is not None:
+                gauges.generated_tokens += iteration_stats.num_generation_tokens
+                gauges.last_progress = time.monotonic()
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return GaugeLogger
+
+
+def _to_generation(output: Any) -> Generation:
+    count = len(output.token_ids)
+    versions = np.full(count, -1, dtype=np.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    assert (versions >= 0).all(), f"tokens without a weight version: {output.weight_versions}"
+    logprobs = output.logprobs.logprobs if count else []
+    return Generation(
+        token_ids=np.asarray(output.token_ids, dtype=np.int32),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+        versions=versions,
+        finish_reason=output.finish_reason,
+    )
+
+
+def _join(parts: list[Generation], finish_reason: str) -> Generation:
+    if len(parts) == 1:
+        return replace(parts[0], finish_reason=finish_reason)
+    return Generation(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        versions=np.concatenate([part.versions for part in parts]),
+        finish_reason=finish_reason,
+    )
+
+
+def _all_processes(llm: AsyncLLM) -> list[Any]:
+    """The engine core and the workers below it, as psutil processes."""
+    import psutil
+
+    cores = [psutil.Process(process.pid) for process in llm.engine_core.resources.engine_manager.processes]
+    return cores + [child for core in cores for child in core.children(recursive=True)]
+
+
+def _kill(process: Any) -> None:
+    try:
+        # A stopped process dies from SIGKILL too; psutil guards against a reused pid.
+        if process.is_running():
+            os.kill(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass

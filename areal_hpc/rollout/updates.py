@@ -1,0 +1,239 @@
+"""The rollout's end of a publication: stage, load under a pause, then serve or go back.
+
+`EngineUpdates` answers the trainer lead's WeightCalls for one engine, one after the
+other. It owns the stages (two memfds, used in turn) and remembers what the engine
+serves: the committed update can be loaded again at any time, into this engine when a
+publication is abandoned, into a new one when this one died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.config.schema import Config
+from areal_hpc.messages import WeightCall, WeightReturn
+from areal_hpc.rollout.engine import EngineDied, RolloutEngine
+from areal_hpc.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class Stage:
+    """Host memory that this process owns and the engine's workers map by path.
+
+    A memfd: nothing lies in a file system, and nothing stays when this process ends.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._size = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes > self._size:
+            os.ftruncate(self._descriptor, num_bytes)
+            self._size = num_bytes
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@dataclass
+class Served:
+    """Weights that can be loaded: an update info that needs no sender."""
+
+    version: int
+    info: dict[str, Any]
+
+
+@dataclass
+class _Update:
+    """A publication between `start_weight_update` and its commit."""
+
+    version: int
+    info: dict[str, Any] | None = None
+    paused: bool = False
+    loaded: bool = False
+    timings: dict[str, float] = field(default_factory=dict)
+    pause_start: float = 0.0
+
+
+class EngineUpdates:
+    """Serves WeightCalls; the caller serialises nothing, calls queue behind a lock."""
+
+    def __init__(self, config: Config, engine: RolloutEngine, role_rank: int, telemetry: Telemetry) -> None:
+        self._engine = engine
+        self._role_rank = role_rank
+        self._telemetry = telemetry
+        self._timeout_s = config.weights.timeout_s
+        self._lock = asyncio.Lock()
+        self._stages = [Stage(f"weights-{name}") for name in "ab"]
+        self._aliases = tied_names(Path(config.model.path))
+        self._served = Served(0, {"folder": config.model.path, "receive": False, "aliases": self._aliases})
+        self._update: _Update | None = None
+        self._connected = False
+        self._serving = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        return self._served.version
+
+    @property
+    def in_progress(self) -> bool:
+        """An update is under way: no tokens for a while is no sign of a hang."""
+        return self._update is not None
+
+    async def restore(self) -> None:
+        """Give a freshly started engine the committed weights, then let calls reach it."""
+        if self._served.version > 0:
+            await self._load_served()
+        else:
+            await self._engine.set_version(0)
+        self._serving.set()
+
+    def engine_lost(self) -> None:
+        """The engine is gone: what it had loaded but not committed is gone too."""
+        self._serving.clear()
+        self._connected = False
+        self._update = None
+
+    async def handle(self, call: WeightCall) -> WeightReturn:
+        """Answer one call; errors travel in the answer."""
+        try:
+            async with self._lock:
+                await asyncio.wait_for(self._serving.wait(), self._timeout_s)
+                result = await getattr(self, f"_on_{call.method}")(json.loads(call.payload))
+            return WeightReturn(call.call_id, self._role_rank, json.dumps(result), "")
+        except Exception as error:  # whatever went wrong here, the trainer has to hear of it
+            logger.warning("weight call %s failed: %s", call.method, error)
+            text = " ".join(str(error).split()) or type(error).__name__
+            return WeightReturn(call.call_id, self._role_rank, "", text[:2000])
+
+    # -- the calls, in the order of a publication ----------------------------------
+
+    async def _on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
+        self._connected = False
+        await self._engine.connect_weights(init_info)
+        self._connected = True
+        return {}
+
+    async def _on_start_weight_update(self, payload: dict[str, Any]) -> dict[str, Any]:
+        if self._update is not None:
+            # The lead gave up an earlier attempt without being heard.
+            await self._go_back()
+        self._update = _Update(int(payload["version"]))
+        return {"connected": self._connected}
+
+    async def _on_update_weights(self, info: dict[str, Any]) -> dict[str, Any]:
+        update = self._expect_update()
+        info = {**info, "aliases": self._missing_aliases(info)}
+        if not info.get("folder"):
+            from areal_hpc.weights.source import Layout
+
+            stage = self._free_stage()
+            stage.reserve(Layout.of(info["names"], info["dtype_names"], info["shapes"]).total_bytes)
+            info["stage"] = stage.path
+        start = time.perf_counter()
+        # No pause: the engine's step waits for its workers, running answers keep their KV.
+        await self._engine.stage_weights(info)
+        update.info = {**info, "receive": False}
+        update.timings["stage_s"] = time.perf_counter() - start
+        return {}
+
+    async def _on_finish_weight_update(self, payload: dict[str, Any]) -> dict[str, Any]:
+        update = self._expect_update()
+        if update.info is None or int(payload["version"]) != update.version:
+            raise RuntimeError(f"version {payload['version']} is not what was staged")
+        update.pause_start = time.perf_counter()
+        update.paused = True
+        await self._engine.pause()
+        paused = time.perf_counter()
+        update.loaded = True
+        try:
+            await self._engine.load_weights()
+        except Exception:
+            # Part of the model is new, part is old: no way back but a new engine.
+            self._engine.kill()
+            raise
+        update.timings["pause_s"] = paused - update.pause_start
+        update.timings["load_s"] = time.perf_counter() - paused
+        return {}
+
+    async def _on_commit(self, payload: dict[str, Any]) -> dict[str, Any]:
+        update = self._expect_update()
+        assert update.info is not None
+        # The decision is made: an engine that dies from here on is restarted with these weights.
+        self._served = Served(update.version, update.info)
+        self._update = None
+        await self._serve()
+        update.timings["pause_to_resume_s"] = time.perf_counter() - update.pause_start
+        self._telemetry.record_span(
+            "rollout.update", time.time() - update.timings["pause_to_resume_s"],
+            update.timings["pause_to_resume_s"], version=update.version, **update.timings,
+        )
+        return update.timings
+
+    async def _on_abandon(self, payload: dict[str, Any]) -> dict[str, Any]:
+        self._connected = False
+        await self._go_back()
+        return {}
+
+    # -- helpers -------------------------------------------------------------------
+
+    def _expect_update(self) -> _Update:
+        if self._update is None:
+            raise RuntimeError("no weight update was started (the engine may have been restarted since)")
+        return self._update
+
+    async def _go_back(self) -> None:
+        """Serve the committed weights, whatever part of an update has been done."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        await self._engine.stage_weights({"abandon": True})
+        if update.loaded:
+            await self._load_served()
+        if update.paused:
+            await self._serve()
+
+    async def _load_served(self) -> None:
+        await self._engine.stage_weights(self._served.info)
+        await self._engine.load_weights()
+        await self._engine.set_version(self._served.version)
+
+    async def _serve(self) -> None:
+        try:
+            await self._engine.set_version(self._served.version)
+            await self._engine.resume()
+        except EngineDied:
+            logger.warning("the engine died as version %d went live", self._served.version)
+
+    def _free_stage(self) -> Stage:
+        served = self._served.info.get("stage")
+        return next(stage for stage in self._stages if stage.path != served)
+
+    def _missing_aliases(self, info: dict[str, Any]) -> dict[str, str]:
+        return {alias: name for alias, name in self._aliases.items() if alias not in info["names"]}
+
+    def close(self) -> None:
+        for stage in self._stages:
+            stage.close()
+
+
+def tied_names(model: Path) -> dict[str, str]:
+    """{"lm_head.weight": embedding} of a Hugging Face folder whose embeddings are tied.
+
+    vLLM's CPU engine keeps a repacked copy of the head, which an update of the embedding
+    alone would leave behind.
+    """
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if not settings.get("tie_word_embeddings", False):
+        return {}
+    return {"lm_head.weight": "model.embed_tokens.weight"}

@@ -1,0 +1,227 @@
+"""Weights over gloo: trainer lead to one worker of every engine, on CPUs or across fabrics.
+
+Group: rank 0 is the trainer lead, then one rank per engine. The model travels as one
+byte stream (`source.Layout`) in buckets that may cut a tensor anywhere; receivers write
+each bucket straight into its place in the stage. The process group is a separate one:
+vLLM's workers and Megatron keep their own default groups.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import ClassVar, Self
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferInitInfo,
+)
+
+from areal_hpc.weights.client import RolloutClient
+from areal_hpc.weights.source import ExportSource, Layout, describe_metadata
+from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, map_stage
+
+IN_FLIGHT = 2
+"""Buckets on the wire at once: one is filled while another travels."""
+POLL_S = 0.0002
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """What an engine needs to join; `rank_offset` is its rank in the group."""
+
+    host: str
+    port: int
+    prefix: str
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+    rank_offset: int = 1
+
+
+@dataclass
+class GlooTrainerInitInfo(TrainerInitInfo):
+    """host: an address of the trainer lead that every engine's node can reach."""
+
+    backend: ClassVar[str] = "gloo"
+
+    host: str
+    world_size: int
+    bucket_bytes: int
+    timeout_s: float
+
+
+class BucketGroup:
+    """A gloo process group that broadcasts from rank 0."""
+
+    def __init__(self, store: TCPStore, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group = ProcessGroupGloo(PrefixStore(prefix, store), rank, world_size, self._timeout)
+
+    def broadcast(self, bucket: torch.Tensor) -> Work:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        return self._group.broadcast([bucket], options)
+
+
+class GlooEngine(StagedEngine):
+    """Worker side."""
+
+    init_info_cls = GlooInitInfo
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._group: BucketGroup | None = None
+        self._bucket_bytes = 0
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        self._group = None
+        if not self._fills_stage:
+            return
+        store = TCPStore(
+            init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=init_info.timeout_s)
+        )
+        self._bucket_bytes = init_info.bucket_bytes
+        self._group = BucketGroup(
+            store, init_info.prefix, init_info.rank_offset, init_info.world_size, init_info.timeout_s
+        )
+
+    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        if not self._fills_stage:
+            return
+        if self._group is None:
+            raise RuntimeError("this engine is not connected to the trainer")
+        layout = Layout.of(update_info.names, update_info.dtype_names, update_info.shapes)
+        stream = map_stage(update_info.stage, layout.total_bytes)
+        waiting: deque[Work] = deque()
+        for start in range(0, layout.total_bytes, self._bucket_bytes):
+            waiting.append(self._group.broadcast(stream[start : start + self._bucket_bytes]))
+            if len(waiting) > IN_FLIGHT:
+                waiting.popleft().wait()
+        for work in waiting:
+            work.wait()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._group = None
+
+
+class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
+    """Trainer side; every trainer rank builds one, only the lead has a group and talks."""
+
+    init_info_cls = GlooTrainerInitInfo
+    client: RolloutClient
+    source: ExportSource
+
+    def __init__(self, *, client: RolloutClient, source: ExportSource, is_sender: bool) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self._group: BucketGroup | None = None
+        self._bucket_bytes = 0
+        self._timeout_s = 0.0
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: GlooTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> Self:
+        assert isinstance(client, RolloutClient) and isinstance(source, ExportSource)
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        if engine.is_sender:
+            engine._connect(init_info)
+        return engine
+
+    def _connect(self, info: GlooTrainerInitInfo) -> None:
+        self._bucket_bytes, self._timeout_s = info.bucket_bytes, info.timeout_s
+        timeout = timedelta(seconds=info.timeout_s)
+        store = TCPStore(info.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        worker_info = GlooInitInfo(
+            host=info.host,
+            port=store.port,
+            # A prefix of its own for each connection: members of an older one cannot join.
+            prefix=secrets.token_hex(16),
+            world_size=info.world_size,
+            bucket_bytes=info.bucket_bytes,
+            timeout_s=info.timeout_s,
+        )
+        call = self.client.begin("init_weight_transfer_engine", asdict(worker_info))
+        self._group = BucketGroup(store, worker_info.prefix, 0, info.world_size, info.timeout_s)
+        self.client.gather(call)
+
+    def send_weights(self) -> None:
+        """One update on all engines. Raises on any failure; then the group is of no more use."""
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        self.client.start_weight_update()
+        description = describe_metadata(self.source.metadata())
+        call = self.client.begin("update_weights", description)
+        layout = Layout.of(**description)
+        sent: deque[tuple[torch.Tensor, Work]] = deque()
+        for bucket in _buckets(self.source, layout, self._bucket_bytes):
+            sent.append((bucket, self._group.broadcast(bucket)))
+            while len(sent) > IN_FLIGHT:
+                self._wait(sent.popleft()[1], call)
+        while sent:
+            self._wait(sent.popleft()[1], call)
+        self.client.gather(call)
+        self.client.finish_weight_update()
+
+    def _wait(self, work: Work, call: int) -> None:
+        """Wait for a bucket, but not for engines that have already said no."""
+        deadline = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            self.client.raise_errors(call)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a weight bucket was not taken by all engines in {self._timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        work.wait()
+
+    def shutdown(self) -> None:
+        # Closing the sockets is what frees engines that still wait for a bucket.
+        self._group = None
+
+
+def _buckets(source: ExportSource, layout: Layout, bucket_bytes: int) -> Iterator[torch.Tensor]:
+    """The byte stream in host buffers of `bucket_bytes` (the last may be shorter).
+
+    A yielded buffer is written again IN_FLIGHT + 1 buckets later.
+    """
+    total, start, count = layout.total_bytes, 0, 0
+    ring = [torch.empty(min(bucket_bytes, total), dtype=torch.uint8) for _ in range(IN_FLIGHT + 1)]
+
+    def current() -> torch.Tensor:
+        return ring[count % len(ring)][: min(bucket_bytes, total - start)]
+
+    for (_, tensor), offset in zip(source, layout.offsets, strict=True):
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        taken = 0
+        while taken < data.numel():
+            bucket = current()
+            position = offset + taken - start
+            if position >= bucket.numel():
+                yield bucket
+                start, count = start + bucket.numel(), count + 1
+                continue
+            size = min(bucket.numel() - position, data.numel() - taken)
+            bucket[position : position + size].copy_(data[taken : taken + size])
+            taken += size
+    # The last bucket, and one more where only the padding of the last tensor is left over.
+    while start < total:
+        bucket = current()
+        yield bucket
+        start, count = start + bucket.numel(), count + 1

@@ -1,0 +1,66 @@
+"""Worker side of vLLM's `nccl` backend with the same promise as the others: stage, then load.
+
+The trainer side is vLLM's own, and so are the packed buckets on the wire. vLLM's worker
+engine loads each bucket as it arrives, which leaves a mixed model when a later bucket
+fails; here a bucket is copied to the stage instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    worker_init_process_group,
+)
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
+
+from areal_hpc.weights.source import Layout
+from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, map_stage
+
+
+class NcclEngine(StagedEngine):
+    """All workers of an engine are members; the first one fills the stage."""
+
+    init_info_cls = NCCLWeightTransferInitInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._group: Any = None
+        self._init_info: NCCLWeightTransferInitInfo | None = None
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        self.shutdown()
+        self._init_info = init_info
+        self._group = worker_init_process_group(init_info, self.parallel_config)
+
+    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
+        if self._group is None or self._init_info is None:
+            raise RuntimeError("this engine is not connected to the trainer")
+        layout = Layout.of(update_info.names, update_info.dtype_names, update_info.shapes)
+        places: dict[str, torch.Tensor] = {}
+        if self._fills_stage:
+            places = dict(layout.views(map_stage(update_info.stage, layout.total_bytes)))
+
+        def keep(bucket: list[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in bucket:
+                if name in places:
+                    places[name].copy_(tensor)
+
+        described = zip(map(list, layout.shapes), layout.dtypes, strict=True)
+        packed_nccl_broadcast_consumer(
+            iterator=zip(layout.names, described, strict=True),
+            group=self._group,
+            src=0,
+            post_unpack_func=keep,
+            buffer_size_bytes=self._init_info.packed_buffer_size_bytes,
+            num_buffers=self._init_info.packed_num_buffers,
+            device=self.device,
+        )
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None

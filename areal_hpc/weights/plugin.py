@@ -1,0 +1,47 @@
+"""Entry point `vllm.general_plugins`: runs in every process of vLLM, parent and children.
+
+Registers the weight backends and, in engine processes, points stdout and stderr at the
+engine's own log, so that its last words can be told apart from its rank's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+ENGINE_LOG_VARIABLE = "AREAL_ENGINE_LOG"
+WORKER_BACKENDS = {
+    "areal_gloo": ("areal_hpc.weights.gloo", "GlooEngine"),
+    "areal_file": ("areal_hpc.weights.file", "FileEngine"),
+    "areal_nccl": ("areal_hpc.weights.nccl", "NcclEngine"),
+}
+TRAINER_BACKENDS = {
+    "gloo": ("areal_hpc.weights.gloo", "GlooTrainerEngine"),
+    "file": ("areal_hpc.weights.file", "FileTrainerEngine"),
+}
+
+
+def register() -> None:
+    """Called by vLLM, perhaps more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+
+    for factory, backends in (
+        (WeightTransferEngineFactory, WORKER_BACKENDS),
+        (WeightTransferTrainerFactory, TRAINER_BACKENDS),
+    ):
+        for name, (module, cls) in backends.items():
+            if name not in factory._registry:
+                factory.register_engine(name, module, cls)
+    log = os.environ.get(ENGINE_LOG_VARIABLE)
+    if log and multiprocessing.parent_process() is not None:
+        _redirect_output(log)
+
+
+def _redirect_output(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
