@@ -29,8 +29,9 @@ START_DEADLINE_S = 120.0
 """Longest time from start to the first frame of a worker: imports over a slow shared filesystem."""
 CLOSE_DEADLINE_S = 2.0
 TICK_S = 0.1
+DRAIN_S = 0.02
 MAX_FAILED_STARTS = 3
-INFLIGHT_S = 0.02
+INFLIGHT_S = 0.05
 """Work sent ahead to a worker: enough that it never waits, little enough that no check is stuck there."""
 MAX_INFLIGHT = 64
 STRIPPED_PREFIXES = ("PMI_", "PMIX_", "MPI_", "MPICH_", "HYD", "OMPI_")
@@ -73,7 +74,8 @@ class _Worker(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         if not self.exited.done():
             self.exited.set_result(None)
-        self.pool._exited(self)
+        # Its last verdicts may still be in the pipe.
+        asyncio.get_running_loop().call_later(DRAIN_S, self.pool._exited, self)
 
     def send(self, message: msgspec.Struct) -> None:
         pipe = self.transport.get_pipe_transport(0)
@@ -165,8 +167,8 @@ class Pool:
             room = self._room(worker)
             if room <= 0:
                 return
-            # An even share, so that one worker does not take what another could start on.
-            share = max(1, len(self.queue) // len(ready)) if len(worker.inflight) == 0 else room
+            # Smaller and smaller shares, so that all workers end at the same time.
+            share = max(1, len(self.queue) // (2 * len(ready)))
             tasks: list[Task] = []
             while self.queue and len(tasks) < min(room, share):
                 task = self.queue.popleft()

@@ -36,7 +36,7 @@ MAX_PROCESSES = 64
 """Processes and threads of one program."""
 MAX_OPEN_FILES = 256
 DEFAULT_MEMORY_BYTES = 1024**3
-INNER_MODULES = ("proctree", "confine", "values", "runner")
+INNER_MODULES = ("proctree", "confine", "values", "inner", "runner")
 BOOT = """
 import os, sys, marshal
 def take(size, data=b""):

@@ -61,10 +61,7 @@ def main() -> int:
     except RewardError as error:
         _write(replies, protocol.Started(error=str(error)))
         return 1
-    # The soft limit only: programs under test get limits of their own.
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = setup.limits.memory_bytes if hard == resource.RLIM_INFINITY else min(setup.limits.memory_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    _limit_memory(setup.limits.memory_bytes)
     traits = [traits_of(function) for function in functions]
     _write(
         replies,
@@ -77,6 +74,15 @@ def main() -> int:
             _write(replies, _verdict(call.name, function, check))
             _reap()
     return 0
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Let this process grow by `memory_bytes` beyond what its imports took."""
+    with open("/proc/self/statm", "rb") as stream:
+        limit = int(stream.read().split()[0]) * resource.getpagesize() + memory_bytes
+    # The soft limit only: programs under test get limits of their own.
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _load(call: protocol.RewardCall, limits: protocol.Limits) -> Callable:
@@ -95,9 +101,12 @@ def _check_sandbox(functions: list[Callable], limits: protocol.Limits) -> list[s
     """What the sandbox lacks here, if a reward needs it; RewardError if that is not allowed."""
     if not any(traits_of(function).uses_sandbox for function in functions):
         return []
-    from areal_hpc.rewards.sandbox import missing_protections
+    from areal_hpc.rewards.sandbox import SandboxError, missing_protections
 
-    missing = missing_protections()
+    try:
+        missing = missing_protections()
+    except SandboxError as error:
+        raise RewardError(str(error)) from error
     if missing and limits.require_sandbox:
         raise RewardError(
             f"the sandbox lacks protections on this machine: {'; '.join(missing)}; "
