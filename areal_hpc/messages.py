@@ -38,6 +38,14 @@ class RolloutReady(Message, frozen=True):
     version: int
 
 
+class Rendezvous(Message, frozen=True):
+    """L -> T: ranks that build a process group for `purpose` meet at host:port."""
+
+    purpose: str
+    host: str
+    port: int
+
+
 class ConnectWeights(Message, frozen=True):
     """C -> T and R: all are ready; build the weight transfer group now."""
 
@@ -219,6 +227,7 @@ class WeightReturn(Message, frozen=True):
 AnyMessage = Union[
     TrainerReady,
     RolloutReady,
+    Rendezvous,
     ConnectWeights,
     WeightsConnected,
     Drain,

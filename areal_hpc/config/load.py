@@ -122,12 +122,15 @@ def check_config(config: Config) -> None:
             "trainer.ep": trainer.ep,
             "trainer.batch_size": trainer.batch_size,
             "trainer.micro_batch_tokens": trainer.micro_batch_tokens,
+            "trainer.min_micro_batches": trainer.min_micro_batches,
+            "trainer.vocab_divisor": trainer.vocab_divisor,
             "rollout.group_size": rollout.group_size,
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.max_num_seqs": rollout.max_num_seqs,
             "rollout.tensor_parallel": rollout.tensor_parallel,
             "rewards.workers": config.rewards.workers,
             "eval.num_samples": config.eval.num_samples,
+            "checkpoint.keep_last": config.checkpoint.keep_last,
             "groups.trainer.nodes": groups.trainer.nodes,
             "groups.rollout.nodes": groups.rollout.nodes,
         }
@@ -149,6 +152,7 @@ def check_config(config: Config) -> None:
             f"rollout.group_size={rollout.group_size}: change trainer.batch_size"
         )
     check_algorithm(config)
+    check_trainer(config)
     if rollout.max_new_tokens >= config.model.max_context:
         raise ConfigError(
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
@@ -177,6 +181,41 @@ def check_rewards(config: Config) -> None:
         reward_specs(rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_trainer(config: Config) -> None:
+    """Refuse trainer settings outside their choices or ranges."""
+    trainer, optimizer = config.trainer, config.trainer.optimizer
+    choices = {
+        "trainer.packing": (trainer.packing, ("balanced", "ffd", "padded")),
+        "trainer.optimizer.schedule": (optimizer.schedule, ("constant", "linear", "cosine")),
+        "model.dtype": (config.model.dtype, ("float32", "bfloat16", "float16")),
+    }
+    for key, (value, valid) in choices.items():
+        if value not in valid:
+            near = difflib.get_close_matches(value, valid, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key}={value} is not one of {', '.join(valid)}{hint}")
+    ranges = {
+        "lr": optimizer.lr > 0,
+        "beta1": 0 <= optimizer.beta1 < 1,
+        "beta2": 0 <= optimizer.beta2 < 1,
+        "eps": optimizer.eps > 0,
+        "weight_decay": optimizer.weight_decay >= 0,
+        "clip_grad": optimizer.clip_grad >= 0,
+        "warmup_steps": optimizer.warmup_steps >= 0,
+        "min_lr": 0 <= optimizer.min_lr <= optimizer.lr,
+    }
+    for name, holds in ranges.items():
+        if not holds:
+            value = getattr(optimizer, name)
+            raise ConfigError(f"trainer.optimizer.{name}={value} is out of range: change trainer.optimizer.{name}")
+    if config.rollout.temperature <= 0:
+        raise ConfigError(
+            f"rollout.temperature={config.rollout.temperature} must be above 0: training needs a distribution"
+        )
+    if trainer.sequence_parallel and trainer.tp == 1:
+        raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
 
 
 def _positive(values: dict[str, int]) -> None:

@@ -204,6 +204,7 @@ class OptimizerConfig:
     schedule: str = "constant"
     """constant, linear or cosine, after the warm-up."""
     warmup_steps: int = 0
+    """Training steps over which the rate rises to lr."""
     min_lr: float = 0.0
 
 
@@ -230,6 +231,8 @@ class TrainerConfig:
     """balanced (Algorithm 1), ffd (first-fit-decreasing) or padded (fixed count, for comparison)."""
     recompute: bool = False
     """Recompute activations in the backward pass (long contexts)."""
+    vocab_divisor: int = 128
+    """The vocabulary is padded to a multiple of this times tp (never exported, never sampled)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

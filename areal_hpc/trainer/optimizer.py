@@ -32,6 +32,7 @@ class Updater:
     def __init__(self, model, config: OptimizerConfig, dtype: torch.dtype, total_updates: int,
                  updates_per_step: int = 1) -> None:
         self._clip = config.clip_grad
+        self._rates = {"max_lr": config.lr, "min_lr": config.min_lr}
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -48,8 +49,8 @@ class Updater:
                 use_distributed_optimizer=True,
             ),
             [model],
-            use_gloo_process_groups=False,
         )
+        self._prepare_torch_adam()
         warmup = config.warmup_steps * updates_per_step
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
@@ -68,9 +69,37 @@ class Updater:
             override_opt_param_scheduler=True,
         )
 
-    @property
-    def loss_scale(self) -> torch.Tensor:
-        return self.optimizer.get_loss_scale()
+    def _prepare_torch_adam(self) -> None:
+        """With torch's AdamW (no Apex, no Transformer Engine): state from the start, and its step.
+
+        Megatron's checkpoints need the state to exist before the first update, and look
+        for "step" among the loaded tensors, where it is not: it stays what it is.
+        """
+        for part in self.optimizer.chained_optimizers:
+            adam = part.optimizer
+            if not isinstance(adam, torch.optim.AdamW):
+                continue
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    adam.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+            part._set_main_param_and_optimizer_states = _with_step(part)
+
+    def load(self, optimizer_state: dict, schedule_state: dict) -> None:
+        """Restore what a checkpoint holds; learning rates follow this run's configuration."""
+        self.optimizer.load_state_dict(optimizer_state)
+        for group in self.optimizer.param_groups:
+            group.update(self._rates)
+        for part in self.optimizer.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for state in part.optimizer.state.values():
+                    # Megatron loads one tensor for all: each update would count it up many times.
+                    state["step"] = state["step"].clone()
+        self.schedule.num_steps = 0
+        self.schedule.load_state_dict(schedule_state)
 
     def step(self) -> UpdateResult:
         """Apply the gradients, or skip on every rank alike if their norm is not finite.
@@ -91,3 +120,14 @@ class Updater:
         self.optimizer.step_with_ready_grads()
         self.schedule.step(increment=1)
         return UpdateResult(norm, lr, skipped=False)
+
+
+def _with_step(part):
+    assign = part._set_main_param_and_optimizer_states
+
+    def assign_with_step(model_param, tensors):
+        group, order = part.model_param_group_index_map[model_param]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+        return assign(model_param, {"step": state["step"], **tensors})
+
+    return assign_with_step

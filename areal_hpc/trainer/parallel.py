@@ -100,7 +100,7 @@ def start(
         # Without this Megatron gives the experts tp again, and ep*tp*pp must divide the world.
         expert_tensor_parallel_size=1 if layout.ep > 1 else None,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-        create_gloo_process_groups=device != "cpu",
+        create_gloo_process_groups=True,
     )
     torch.manual_seed(seed)
     if device != "cpu":

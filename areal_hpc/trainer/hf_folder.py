@@ -1,0 +1,98 @@
+"""Writes a Hugging Face folder from a trainer: weights, configuration, tokenizer. Called on all trainer ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from areal_hpc.durable import sync_folder
+from areal_hpc.trainer.megatron import MegatronTrainer
+
+MAX_FILE_BYTES = 4 * 1024**3
+_COPIED = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+           "generation_config.json", "chat_template*")
+
+
+def export_hf(engine: MegatronTrainer, folder: Path, tokenizer: Path | None = None) -> None:
+    """Write the engine's weights as `folder`, with everything else copied from its model's folder.
+
+    `tokenizer`: where tokenizer files come from, if not from there. The folder appears
+    under its name when it is whole; one that is there is replaced.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    lead = engine.place.rank == 0
+    if lead:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700, parents=True)
+    writer = _Writer(temporary) if lead else None
+    for name, tensor in engine.named_hf_tensors():
+        if writer is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.close()
+        _copy_rest(engine, tokenizer or engine.model_path, temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    dist.barrier()
+
+
+class _Writer:
+    """Collects tensors into safetensors files of bounded size, with the index that names them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, torch.Tensor] = {}
+        self._files: list[list[str]] = []
+        self._pending_bytes = self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.itemsize
+        if self._pending and self._pending_bytes + size > MAX_FILE_BYTES:
+            self._flush()
+        # A copy: the tensor may be a view of a parameter or of a buffer used again.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def close(self) -> None:
+        self._flush()
+        total = len(self._files)
+        names = ["model.safetensors"] if total == 1 else [
+            f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
+        ]
+        for number, name in enumerate(names):
+            os.rename(self._folder / f"part-{number}", self._folder / name)
+        if total > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": {tensor: name for name, members in zip(names, self._files) for tensor in members},
+            }
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _flush(self) -> None:
+        path = self._folder / f"part-{len(self._files)}"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        with open(path, "rb") as stream:
+            os.fsync(stream.fileno())
+        self._files.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def _copy_rest(engine: MegatronTrainer, tokenizer: Path, target: Path) -> None:
+    for source, patterns in ((tokenizer, _COPIED), (engine.model_path, ("generation_config.json",))):
+        for pattern in patterns:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, target / file.name)
+    config = json.loads((engine.model_path / "config.json").read_text(encoding="utf-8"))
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(engine.options.dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
