@@ -14,11 +14,12 @@ EXAMPLES = """examples:
   areal-hpc run configs/quickstart.yaml run.seed=1 run.folder=runs/seed1
   areal-hpc run configs/quickstart.yaml run.on_existing=resume
   areal-hpc sft configs/quickstart_sft.yaml
+  areal-hpc plan configs/quickstart.yaml --from runs/quickstart
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse_arguments(argv)
     from areal_hpc.config.load import ConfigError
 
     try:
@@ -32,6 +33,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """As argparse, but key=value overrides may also follow the options."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        if any(item.startswith("-") or "=" not in item for item in rest) or not hasattr(arguments, "overrides"):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.overrides += rest
+    return arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,6 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
                 "areal-hpc check configs/quickstart.yaml trainer.tp=2")
     _configured(commands, "sft", _sft, "train a starting model on prompt/response examples",
                 "areal-hpc sft configs/quickstart_sft.yaml output=models/mine")
+    plan = _configured(commands, "plan", _plan, "memory per rank, and the speed of every split of the nodes",
+                       "areal-hpc plan configs/quickstart.yaml groups.rollout.nodes=3 --from runs/quickstart\n"
+                       "  areal-hpc plan big.yaml run.device=cuda --model-size 7B --gpu-memory-gib 64")
+    plan.add_argument("--from", dest="from_run", metavar="RUN", help="take rates and lengths from this run's folder")
+    plan.add_argument("--model-size", metavar="SIZE", help="a size (1.5B, 7B, ...) where model.path is elsewhere")
+    plan.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="memory of one GPU (default 80)")
+    plan.add_argument("--answer-tokens", type=float, metavar="N", help="mean answer (default: a fifth of the limit)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -93,6 +113,20 @@ def _check(arguments: argparse.Namespace) -> int:
         f"longest prompt {found.longest_prompt} tokens"
     )
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from areal_hpc.plan.cli import plan_main
+
+    return plan_main(
+        arguments.config,
+        arguments.overrides,
+        from_run=arguments.from_run,
+        model_size=arguments.model_size,
+        gpu_memory_gib=arguments.gpu_memory_gib,
+        answer_tokens=arguments.answer_tokens,
+        as_json=arguments.json,
+    )
 
 
 def _sft(arguments: argparse.Namespace) -> int:

@@ -233,8 +233,10 @@ class RolloutWorker:
             "prompt_tokens": float(gauges.prompt_tokens),
             "cached_prompt_tokens": float(gauges.cached_prompt_tokens),
         }
-        counters |= {f"reward_{name}": value for name, value in self._services.rewards.stats().items()}
+        rewards = self._services.rewards.stats()
+        counters |= {f"reward_{name}": value for name, value in rewards.items()}
         self._telemetry.value("rollout.generated_tokens", gauges.generated_tokens)
+        self._telemetry.value("rollout.reward_s", rewards["seconds"], checks=rewards["checks"])
         self._telemetry.value("rollout.running", gauges.num_running, waiting=gauges.num_waiting)
         self._tell_controller(
             RolloutStatus(
