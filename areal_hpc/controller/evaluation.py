@@ -1,0 +1,93 @@
+"""One evaluation of the held-out prompts at one version, spread over the rollout ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.config.schema import Config
+from areal_hpc.messages import EvalRequest, EvalResult
+from areal_hpc.types import EvalSample, Prompt, SamplingSpec
+
+
+class Evaluation:
+    """Requests to send and answers to come; summed up when all are in."""
+
+    def __init__(self, config: Config, prompts: list[Prompt], *, train_step: int, version: int, first_id: int) -> None:
+        self.train_step, self.version = train_step, version
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._num_samples = config.eval.num_samples
+        sampling = SamplingSpec(
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            temperature=config.eval.temperature,
+            stop=tuple(config.rollout.stop),
+            stop_token_ids=tuple(config.rollout.stop_token_ids),
+        )
+        size = config.eval.batch_prompts
+        self.requests = [
+            EvalRequest(first_id + number, version, self._num_samples, tuple(prompts[start : start + size]), sampling)
+            for number, start in enumerate(range(0, len(prompts), size))
+        ]
+        self._waiting = {request.eval_id for request in self.requests}
+        self.samples: list[EvalSample] = []
+
+    @property
+    def finished(self) -> bool:
+        return not self._waiting
+
+    def again(self, eval_ids: set[int]) -> list[EvalRequest]:
+        """The requests among `eval_ids` without an answer: to be sent anew."""
+        return [request for request in self.requests if request.eval_id in eval_ids & self._waiting]
+
+    def receive(self, result: EvalResult) -> bool:
+        """Take an answer; False for one that was not asked for or came twice.
+
+        Raises ValueError if a sample was made by another version: then the number would
+        be a mixture of two policies.
+        """
+        if result.eval_id not in self._waiting:
+            return False
+        strays = {sample.version for sample in result.samples} - {self.version}
+        if strays:
+            raise ValueError(
+                f"evaluation at version {self.version} got samples of version {sorted(strays)} "
+                f"from rollout {result.role_rank}"
+            )
+        self._waiting.discard(result.eval_id)
+        self.samples += result.samples
+        return True
+
+    def summary(self) -> dict[str, float]:
+        """accuracy = mean@k over all samples; pass@k = prompts with a right one among k."""
+        right: dict[int, list[bool]] = defaultdict(list)
+        for sample in self.samples:
+            right[sample.prompt_id].append(sample.reward > 0)
+        total = sum(map(len, right.values()))
+        result = {
+            "accuracy": sum(map(sum, right.values())) / total if total else 0.0,
+            "num_prompts": float(len(right)),
+            "reward_mean": sum(sample.reward for sample in self.samples) / total if total else 0.0,
+            "length_mean": sum(sample.num_tokens for sample in self.samples) / total if total else 0.0,
+            "truncated_fraction": (
+                sum(sample.finish_reason == "length" for sample in self.samples) / total if total else 0.0
+            ),
+            "num_unscored": float(len(self._prompts) - len(right)),
+        }
+        if self._num_samples > 1:
+            result[f"pass@{self._num_samples}"] = sum(map(any, right.values())) / len(right) if right else 0.0
+        return result
+
+    def write(self, folder: Path) -> Path:
+        """One scored answer a line, with its prompt."""
+        path = folder / f"step-{self.train_step:08d}.jsonl"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            for sample in sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.sample_index)):
+                prompt = self._prompts[sample.prompt_id]
+                record = {"prompt": prompt.text, "gold": prompt.gold, **msgspec.to_builtins(sample)}
+                stream.write(json.dumps(record) + "\n")
+        return path

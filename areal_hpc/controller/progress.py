@@ -1,0 +1,188 @@
+"""What a run tells: metrics.jsonl, TensorBoard, status.json and a line a step on the terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_hpc.messages import RolloutStatus
+from areal_hpc.paths import RunPaths
+from areal_hpc.telemetry import append_jsonl, replace_json
+from areal_hpc.terminal import echo
+
+STATUS_INTERVAL_S = 1.0
+HEADER = (
+    f"{'step':>6} {'version':>7} {'reward':>7} {'accuracy':>8} {'gen tok/s':>9} {'train tok/s':>11} "
+    f"{'staleness':>11} {'wait s':>6} {'gap':>8}"
+)
+
+
+class TensorBoard:
+    """Scalars in TensorBoard's own format, without torch or tensorflow."""
+
+    def __init__(self, folder: str) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(folder, flush_secs=10)
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass
+class RankSign:
+    """Last sign of life of one rank."""
+
+    role: str
+    host: str
+    time: float = 0.0
+    details: dict[str, float] = field(default_factory=dict)
+
+
+class Progress:
+    """Collects rates and writes; knows nothing of decisions."""
+
+    def __init__(self, paths: RunPaths, *, attempt: int, ranks: dict[int, RankSign],
+                 echo_line: Callable[[str], None] = echo) -> None:  # fmt: skip
+        self._paths = paths
+        self._attempt = attempt
+        self.ranks = ranks
+        self._echo = echo_line
+        self._board: TensorBoard | None = None
+        self._generated: dict[int, int] = {}
+        self._tokens = 0
+        self._rate_mark = (time.monotonic(), 0)
+        self._step_mark = (time.monotonic(), 0)
+        self._rate = 0.0
+        self._next_status = 0.0
+        self._lines = 0
+        self._started = time.time()
+        self.summary: dict[str, Any] = {}
+        """Latest values for status.json: reward, accuracy, evaluations."""
+
+    def set_attempt(self, attempt: int) -> None:
+        """Known once the journal is read."""
+        self._attempt = attempt
+
+    # ---- signs of life -----------------------------------------------------------
+
+    def heard(self, world_rank: int, **details: float) -> None:
+        sign = self.ranks[world_rank]
+        sign.time = time.time()
+        sign.details.update(details)
+
+    def rollout_status(self, world_rank: int, status: RolloutStatus) -> None:
+        before = self._generated.get(world_rank, 0)
+        # An engine that was restarted counts from 0 again.
+        self._tokens += status.generated_tokens - (before if status.generated_tokens >= before else 0)
+        self._generated[world_rank] = status.generated_tokens
+        self.heard(
+            world_rank,
+            version=status.version,
+            running=status.num_running,
+            waiting=status.num_waiting,
+            generated_tokens=status.generated_tokens,
+            **status.counters,
+        )
+
+    # ---- records -----------------------------------------------------------------
+
+    def step(self, values: dict[str, Any], trainer: dict[str, float]) -> None:
+        """One training step is over."""
+        now = time.monotonic()
+        seconds = max(now - self._step_mark[0], 1e-9)
+        gen_rate = (self._tokens - self._step_mark[1]) / seconds
+        self._step_mark = (now, self._tokens)
+        record = {
+            "kind": "step",
+            "time": time.time(),
+            "attempt": self._attempt,
+            **values,
+            "step_seconds": seconds,
+            "gen_tokens_per_s": gen_rate,
+            **{f"trainer/{name}": value for name, value in trainer.items()},
+        }
+        append_jsonl(self._paths.metrics, record)
+        self._scalars(record, values["train_step"])
+        if self._lines % 20 == 0:
+            self._echo(HEADER)
+        self._lines += 1
+        gap = trainer.get("behave_gap_fresh_max")
+        self._echo(
+            f"{values['train_step']:>6} {values['version']:>7} {values['reward_mean']:>7.3f} "
+            f"{values['accuracy']:>8.3f} {gen_rate:>9.0f} {trainer.get('tokens_per_s', 0.0):>11.0f} "
+            f"{values['staleness_mean']:>6.2f}/{values['staleness_max']:<4.0f} {values['wait_s']:>6.1f} "
+            f"{'-' if gap is None else format(gap, '8.1e'):>8}"
+        )
+        self.summary |= {"reward": values["reward_mean"], "accuracy": values["accuracy"]}
+
+    def evaluation(self, values: dict[str, Any]) -> None:
+        record = {"kind": "eval", "time": time.time(), "attempt": self._attempt, **values}
+        append_jsonl(self._paths.metrics, record)
+        scalars = {f"eval/{name}": value for name, value in values.items() if isinstance(value, float)}
+        self._scalars(scalars, values["train_step"])
+        self._echo(
+            f"evaluation at step {values['train_step']}: accuracy {values['accuracy']:.3f} "
+            f"({values['num_prompts']:.0f} prompts, mean length {values['length_mean']:.0f}, {values['seconds']:.1f} s)"
+        )
+        self.summary["heldout_accuracy"] = values["accuracy"]
+        self.summary.setdefault("heldout_accuracy_first", values["accuracy"])
+
+    def event(self, text: str, **values: object) -> None:
+        """Something worth a line: a restart, a checkpoint, a dropped prompt."""
+        append_jsonl(
+            self._paths.metrics,
+            {"kind": "event", "time": time.time(), "attempt": self._attempt, "text": text, **values},
+        )
+        self._echo(text)
+
+    def _scalars(self, record: dict[str, Any], step: int) -> None:
+        if self._board is None:
+            self._board = TensorBoard(str(self._paths.tensorboard))
+        self._board.scalars(
+            {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}, step
+        )
+
+    # ---- status ------------------------------------------------------------------
+
+    def write_status(self, values: Callable[[], dict[str, Any]], *, force: bool = False) -> None:
+        """Replace status.json about once a second; `values` is asked only then."""
+        now = time.monotonic()
+        if now < self._next_status and not force:
+            return
+        self._next_status = now + STATUS_INTERVAL_S
+        if now - self._rate_mark[0] >= 2.0:
+            self._rate = (self._tokens - self._rate_mark[1]) / (now - self._rate_mark[0])
+            self._rate_mark = (now, self._tokens)
+        replace_json(
+            self._paths.status,
+            {
+                "time": time.time(),
+                "started": self._started,
+                "attempt": self._attempt,
+                "pid": os.getpid(),
+                "job_id": os.environ.get("SLURM_JOB_ID", ""),
+                "gen_tokens_per_s": self._rate,
+                "num_running": int(sum(sign.details.get("running", 0) for sign in self.ranks.values())),
+                **self.summary,
+                **values(),
+                "ranks": {
+                    str(rank): {"role": sign.role, "host": sign.host, "time": sign.time, **sign.details}
+                    for rank, sign in self.ranks.items()
+                },
+            },
+        )
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,56 @@
+"""The order in which prompts are asked: every prompt once an epoch, shuffled by seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from areal_hpc.types import Prompt
+
+
+@dataclass(frozen=True)
+class NextPrompt:
+    """`ordinal` counts prompts over all epochs; it is the group_id of the group made from it."""
+
+    ordinal: int
+    epoch: int
+    prompt: Prompt
+    last_of_epoch: bool
+
+
+class PromptCursor:
+    """A position in an endless (or `epochs` long) sequence of prompts; the position is its whole state."""
+
+    def __init__(self, prompts: list[Prompt], *, seed: int, shuffle: bool, epochs: int, position: int = 0) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._end = epochs * len(prompts) if epochs else None
+        self.position = position
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def exhausted(self) -> bool:
+        return self._end is not None and self.position >= self._end
+
+    def peek(self) -> NextPrompt | None:
+        """The next prompt, or None at the end of the last epoch."""
+        return None if self.exhausted else self.at(self.position)
+
+    def advance(self) -> None:
+        self.position += 1
+
+    def at(self, ordinal: int) -> NextPrompt:
+        """The prompt of any position: what a resumed run asks again."""
+        epoch, place = divmod(ordinal, len(self._prompts))
+        if self._order[0] != epoch:
+            order = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"prompts of seed {self._seed}, epoch {epoch}").shuffle(order)
+            self._order = (epoch, order)
+        prompt = self._prompts[self._order[1][place]]
+        return NextPrompt(ordinal, epoch, prompt, place == len(self._prompts) - 1)
+
+    def epoch_closed(self, epoch: int) -> bool:
+        """Whether every prompt of the epoch has been taken."""
+        return self.position >= (epoch + 1) * len(self._prompts)
