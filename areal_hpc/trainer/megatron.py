@@ -157,6 +157,8 @@ class MegatronTrainer:
     def _run(self, rows, micro_batches, names, compute, *, forward_only: bool, entropy: bool = False) -> list:
         """Megatron's schedule over the micro-batches; [(micro-batch, first result of compute)]."""
         multiple = self.place.layout.tp if self.options.sequence_parallel else 1
+        if not self.place.is_last_stage:
+            names = ()  # only the loss reads them, and log-probs exist there only
         packed = (
             pack(rows, chosen, names, device=self.place.device, multiple=multiple, local=self._local)
             for chosen in micro_batches
