@@ -1,7 +1,12 @@
-"""Writes the trainer's weights as a Hugging Face folder. Called by `sft`, `checkpoint` and `loop`."""
+"""Writes Hugging Face folders: from a trainer in memory, or from a checkpoint of a run.
+
+`export_hf` is called by the trainer's loop and by `sft` on all trainer ranks; `export_run`
+by the command line in a process of its own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,73 +14,128 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
+from areal_hpc.config.errors import ConfigError
+from areal_hpc.config.load import read_config
 from areal_hpc.durable import sync_folder
+from areal_hpc.paths import RunPaths
+from areal_hpc.trainer.checkpoint_folder import find_checkpoint
 
 if TYPE_CHECKING:
     from areal_hpc.trainer.megatron import MegatronTrainer
 
 MAX_FILE_BYTES = 4 * 1024**3
-SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_COPIED = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+           "generation_config.json", "chat_template*")
 
 
-def export_hf(trainer: MegatronTrainer, output: Path) -> None:
-    """Write `output`: config, tokenizer and safetensors. Called by all trainer ranks.
+def export_hf(engine: MegatronTrainer, folder: Path, tokenizer: Path | None = None) -> None:
+    """Write the engine's weights as `folder`, with everything else copied from its model's folder.
 
-    Everything is written beside it and renamed when whole, so that a folder with its final
-    name can be loaded. The lead writes; files hold at most MAX_FILE_BYTES.
+    `tokenizer`: where tokenizer files come from, if not from there. The folder appears
+    under its name when it is whole; one that is there is replaced.
     """
-    lead = trainer.place.rank == 0
-    temporary = output.with_name(f".{output.name}.tmp")
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    lead = engine.place.rank == 0
     if lead:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True, mode=0o700)
-    chunk: dict[str, torch.Tensor] = {}
-    files: list[list[str]] = []
-    num_bytes = total = 0
-    for name, tensor in trainer.named_hf_tensors():
-        if not lead:
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if chunk and num_bytes + size > MAX_FILE_BYTES:
-            files.append(_write(temporary, len(files), chunk))
-            chunk, num_bytes = {}, 0
-        # A copy: the exporter may yield views of live parameters or of one buffer.
-        chunk[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        num_bytes, total = num_bytes + size, total + size
-    if not lead:
-        return
-    files.append(_write(temporary, len(files), chunk))
-    _name_files(temporary, files, total)
-    for pattern in SIDE_FILES:
-        for file in trainer.model_path.glob(pattern):
-            if not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, temporary / file.name)
-    sync_folder(temporary)
-    if output.exists():
-        shutil.rmtree(output)
-    os.replace(temporary, output)
-    sync_folder(output.parent)
+        temporary.mkdir(mode=0o700, parents=True)
+    writer = _Writer(temporary) if lead else None
+    for name, tensor in engine.named_hf_tensors():
+        if writer is not None:
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.close()
+        _copy_rest(engine, tokenizer or engine.model_path, temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    dist.barrier()
 
 
-def _write(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> list[str]:
-    file = folder / f"part-{number}.safetensors"
-    save_file(tensors, file, metadata={"format": "pt"})
-    with open(file, "rb") as stream:
-        os.fsync(stream.fileno())
-    return list(tensors)
+def export_run(paths: RunPaths, train_step: int | None = None, output: Path | None = None) -> Path:
+    """Write a checkpoint of a run (the newest, or that of `train_step`) as a Hugging Face folder.
+
+    Works in this process alone, on the CPU, whatever layout trained the run. Raises
+    ConfigError where there is no such checkpoint.
+    """
+    from areal_hpc.trainer import parallel
+    from areal_hpc.trainer.build import model_options
+    from areal_hpc.trainer.checkpoint import load_state
+    from areal_hpc.trainer.megatron import MegatronTrainer
+
+    config = read_config(paths.config)
+    found = find_checkpoint(paths, train_step)
+    if found is None:
+        which = "no whole checkpoint" if train_step is None else f"no checkpoint of step {train_step}"
+        raise ConfigError(f"{paths.root} has {which}")
+    folder, manifest = found
+    target = output or paths.export(manifest.train_step)
+    place = parallel.start(
+        parallel.Layout(), rank=0, host="127.0.0.1", port=parallel.free_port(), device="cpu", timeout_s=60.0
+    )
+    try:
+        options = dataclasses.replace(model_options(config), sequence_parallel=False)
+        engine = MegatronTrainer(place, config.model.path, options)
+        load_state(engine, folder / "policy")
+        export_hf(engine, target, Path(config.model.tokenizer))
+    finally:
+        parallel.stop()
+    return target
 
 
-def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Final names and, for several files, the index that transformers and vLLM look for."""
-    if len(files) == 1:
-        os.replace(folder / "part-0.safetensors", folder / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(files):
-        final = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        os.replace(folder / f"part-{number}.safetensors", folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+class _Writer:
+    """Collects tensors into safetensors files of bounded size, with the index that names them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, torch.Tensor] = {}
+        self._files: list[list[str]] = []
+        self._pending_bytes = self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.itemsize
+        if self._pending and self._pending_bytes + size > MAX_FILE_BYTES:
+            self._flush()
+        # A copy: the tensor may be a view of a parameter or of a buffer used again.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def close(self) -> None:
+        self._flush()
+        total = len(self._files)
+        names = ["model.safetensors"] if total == 1 else [
+            f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)
+        ]
+        for number, name in enumerate(names):
+            os.rename(self._folder / f"part-{number}", self._folder / name)
+        if total > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": {tensor: name for name, members in zip(names, self._files) for tensor in members},
+            }
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _flush(self) -> None:
+        path = self._folder / f"part-{len(self._files)}"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        with open(path, "rb") as stream:
+            os.fsync(stream.fileno())
+        self._files.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def _copy_rest(engine: MegatronTrainer, tokenizer: Path, target: Path) -> None:
+    for source, patterns in ((tokenizer, _COPIED), (engine.model_path, ("generation_config.json",))):
+        for pattern in patterns:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, target / file.name)
+    config = json.loads((engine.model_path / "config.json").read_text(encoding="utf-8"))
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(engine.options.dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -158,7 +158,7 @@ class Trainer:
 
     def save_checkpoint(self, command: SaveCheckpoint) -> None:
         """Copy the state and go on: the answer comes when the checkpoint is whole on disk."""
-        from areal_hpc.trainer.hf_folder import export_hf
+        from areal_hpc.trainer.export import export_hf
 
         self._report_saved(self._checkpoints.wait(self._config.run.stall_deadline_s))
         with self._telemetry.span("train.checkpoint", train_step=command.train_step):
