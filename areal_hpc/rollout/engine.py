@@ -85,6 +85,7 @@ class RolloutEngine:
         self._death = asyncio.Event()
         self.gauges = EngineGauges()
         self.num_in_flight = 0
+        self._staged = False
         self.version = 0
 
     # -- life ----------------------------------------------------------------------
@@ -93,14 +94,22 @@ class RolloutEngine:
         """Load model.path and label it `version`; raises EngineDied if the engine does not come up."""
         self.gauges.last_progress = time.monotonic()
         self._death = asyncio.Event()
+        self._staged = False
         try:
             self._llm = await asyncio.to_thread(self._construct)
             self._processes = _all_processes(self._llm)
             await self.set_version(version)
+            await self._warm_up()
         except Exception as error:
             self.kill()
             raise EngineDied(f"the engine did not start: {error}") from error
         self._resumed.set()
+
+    async def _warm_up(self) -> None:
+        """The first requests take seconds (kernels are prepared): not while somebody waits."""
+        sampling = SamplingSpec(max_new_tokens=2, stop=("\0",))
+        calls = [self._answer([0] * 8, sampling, f"warm-up-{seed}", seed) for seed in range(2)]
+        await asyncio.gather(*calls)
 
     def kill(self) -> None:
         """End every process of the engine at once; they answer to nothing gentler (see environment)."""
@@ -233,13 +242,27 @@ class RolloutEngine:
         await self._worker_call("init_weight_transfer_engine", init_info=init_info)
 
     async def stage_weights(self, update_info: dict[str, Any]) -> None:
-        """Bring an update into the stage (or abandon one); the model is not touched."""
+        """Bring an update into the stage; the model is not touched."""
+        await self.unstage_weights()
         await self._worker_call("start_weight_update")
-        await self._worker_call("update_weights", update_info=update_info)
+        self._staged = True
+        try:
+            await self._worker_call("update_weights", update_info=update_info)
+        except Exception:
+            # vLLM's workers have ended their session then.
+            self._staged = False
+            raise
 
     async def load_weights(self) -> None:
         """Load what is staged; only under a pause."""
+        self._staged = False
         await self._worker_call("finish_weight_update")
+
+    async def unstage_weights(self) -> None:
+        """Forget what is staged, if anything is."""
+        if self._staged:
+            await self._worker_call("update_weights", update_info={"abandon": True})
+            await self.load_weights()
 
     async def set_version(self, version: int) -> None:
         await self._unless_dead(self._require().update_weight_version(str(version)))

@@ -21,8 +21,16 @@ from areal_hpc.config.schema import Config
 from areal_hpc.messages import WeightCall, WeightReturn
 from areal_hpc.rollout.engine import EngineDied, RolloutEngine
 from areal_hpc.telemetry import Telemetry
+from areal_hpc.weights.plugin import CONTROL_BYTES
 
 logger = logging.getLogger(__name__)
+
+
+CANCEL_GRACE_S = 10.0
+"""An engine that is still busy with a cancelled transfer after this is ended."""
+
+SERVE_DEADLINE_S = 30.0
+"""To resume takes milliseconds; an engine that needs longer is stuck."""
 
 
 class Stage:
@@ -31,15 +39,19 @@ class Stage:
     A memfd: nothing lies in a file system, and nothing stays when this process ends.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_bytes: int = 0) -> None:
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self._size = 0
+        self.reserve(num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
         if num_bytes > self._size:
             os.ftruncate(self._descriptor, num_bytes)
             self._size = num_bytes
+
+    def write(self, data: bytes) -> None:
+        os.pwrite(self._descriptor, data, 0)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -74,7 +86,9 @@ class EngineUpdates:
         self._telemetry = telemetry
         self._timeout_s = config.weights.timeout_s
         self._lock = asyncio.Lock()
-        self._stages = [Stage(f"weights-{name}") for name in "ab"]
+        self._stages = [Stage("areal-weights"), Stage("areal-weights")]
+        self._control = Stage("areal-control", CONTROL_BYTES)
+        self._attempt = 0
         self._aliases = tied_names(Path(config.model.path))
         self._served = Served(0, {"folder": config.model.path, "receive": False, "aliases": self._aliases})
         self._update: _Update | None = None
@@ -106,6 +120,8 @@ class EngineUpdates:
 
     async def handle(self, call: WeightCall) -> WeightReturn:
         """Answer one call; errors travel in the answer."""
+        if call.method == "abandon":
+            await self._cancel_transfer()
         try:
             async with self._lock:
                 await asyncio.wait_for(self._serving.wait(), self._timeout_s)
@@ -137,6 +153,8 @@ class EngineUpdates:
         if not info.get("folder"):
             from areal_hpc.weights.source import Layout
 
+            self._attempt += 1
+            info |= {"control": self._control.path, "attempt": self._attempt}
             stage = self._free_stage()
             stage.reserve(Layout.of(info["names"], info["dtype_names"], info["shapes"]).total_bytes)
             info["stage"] = stage.path
@@ -192,14 +210,31 @@ class EngineUpdates:
             raise RuntimeError("no weight update was started (the engine may have been restarted since)")
         return self._update
 
+    async def _cancel_transfer(self) -> None:
+        """Free an engine that waits for buckets which will not come."""
+        deadline = time.monotonic() + CANCEL_GRACE_S
+        while self._lock.locked() and self._serving.is_set():
+            # At every turn: the call that is cancelled may only just be starting.
+            self._control.write(self._attempt.to_bytes(CONTROL_BYTES, "little"))
+            if time.monotonic() > deadline:
+                logger.error("the engine does not come back from a cancelled transfer")
+                self._engine.kill()
+                return
+            await asyncio.sleep(0.002)
+
     async def _go_back(self) -> None:
         """Serve the committed weights, whatever part of an update has been done."""
         update, self._update = self._update, None
         if update is None:
             return
-        await self._engine.stage_weights({"abandon": True})
-        if update.loaded:
-            await self._load_served()
+        self._renew_free_stage()
+        try:
+            await self._engine.unstage_weights()
+            if update.loaded:
+                await self._load_served()
+        except Exception:
+            self._engine.kill()
+            raise
         if update.paused:
             await self._serve()
 
@@ -209,21 +244,30 @@ class EngineUpdates:
         await self._engine.set_version(self._served.version)
 
     async def _serve(self) -> None:
+        """Resume under the committed version; an engine that cannot is restarted with it."""
         try:
-            await self._engine.set_version(self._served.version)
-            await self._engine.resume()
-        except EngineDied:
-            logger.warning("the engine died as version %d went live", self._served.version)
+            async with asyncio.timeout(SERVE_DEADLINE_S):
+                await self._engine.set_version(self._served.version)
+                await self._engine.resume()
+        except (EngineDied, TimeoutError):
+            logger.warning("the engine failed as version %d went live", self._served.version)
+            self._engine.kill()
 
     def _free_stage(self) -> Stage:
         served = self._served.info.get("stage")
         return next(stage for stage in self._stages if stage.path != served)
 
+    def _renew_free_stage(self) -> None:
+        """A bucket of the abandoned transfer may still be written into the old memory."""
+        stage = self._free_stage()
+        self._stages[self._stages.index(stage)] = Stage("areal-weights")
+        stage.close()
+
     def _missing_aliases(self, info: dict[str, Any]) -> dict[str, str]:
         return {alias: name for alias, name in self._aliases.items() if alias not in info["names"]}
 
     def close(self) -> None:
-        for stage in self._stages:
+        for stage in (*self._stages, self._control):
             stage.close()
 
 

@@ -73,6 +73,9 @@ class RolloutClient:
         """Take every engine back to the version before; they serve it on."""
         self.gather(self.begin("abandon", {"version": self.version}))
 
+    def describe_engine(self, index: int) -> str:
+        return self._describe(self._ranks[index])
+
     # -- transport -----------------------------------------------------------------
 
     def begin(self, method: str, payload: dict[str, Any]) -> int:

@@ -4,6 +4,10 @@ Group: rank 0 is the trainer lead, then one rank per engine. The model travels a
 byte stream (`source.Layout`) in buckets that may cut a tensor anywhere; receivers write
 each bucket straight into its place in the stage. The process group is a separate one:
 vLLM's workers and Megatron keep their own default groups.
+
+A gloo call can neither be cancelled nor be freed from outside (closing the peer does not
+wake it), so nobody blocks in one: both sides look at the call and at a reason to give
+up, and a group with an unfinished call is laid aside until the call has timed out.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import ClassVar, Self
@@ -28,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from areal_hpc.weights.client import RolloutClient
 from areal_hpc.weights.source import ExportSource, Layout, describe_metadata
-from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, map_stage
+from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, cancellation, map_stage
 
 IN_FLIGHT = 2
 """Buckets on the wire at once: one is filled while another travels."""
@@ -61,18 +65,55 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
 
 class BucketGroup:
-    """A gloo process group that broadcasts from rank 0."""
+    """A gloo process group that broadcasts buckets from rank 0, IN_FLIGHT at a time."""
 
     def __init__(self, store: TCPStore, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._store = store
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group = ProcessGroupGloo(PrefixStore(prefix, store), rank, world_size, self._timeout)
+        self._timeout_s = timeout_s
+        self._group = ProcessGroupGloo(
+            PrefixStore(prefix, store), rank, world_size, timedelta(seconds=timeout_s)
+        )
+        # The tensors are kept: gloo reads and writes them until the call is done.
+        self._pending: deque[tuple[Work, torch.Tensor]] = deque()
 
-    def broadcast(self, bucket: torch.Tensor) -> Work:
+    def broadcast(self, bucket: torch.Tensor, give_up: Callable[[], None]) -> None:
+        """Send or receive a bucket; returns once no more than IN_FLIGHT are under way.
+
+        `give_up` is called while waiting and raises when there is no point in it any more.
+        """
         options = BroadcastOptions()
         options.rootRank = 0
-        options.timeout = self._timeout
-        return self._group.broadcast([bucket], options)
+        options.timeout = timedelta(seconds=self._timeout_s)
+        self._pending.append((self._group.broadcast([bucket], options), bucket))
+        self.finish(give_up, leave=IN_FLIGHT)
+
+    def finish(self, give_up: Callable[[], None], leave: int = 0) -> None:
+        """Wait until no more than `leave` buckets are under way."""
+        while len(self._pending) > leave:
+            work = self._pending[0][0]
+            deadline = time.monotonic() + self._timeout_s
+            while not work.is_completed():
+                give_up()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a weight bucket did not get through in {self._timeout_s:.0f} s")
+                time.sleep(POLL_S)
+            work.wait()
+            self._pending.popleft()
+
+    @property
+    def idle(self) -> bool:
+        return all(work.is_completed() for work, _ in self._pending)
+
+
+_LAID_ASIDE: list[BucketGroup] = []
+"""Destroying a group waits for its calls, which may take until their timeout."""
+
+
+def lay_aside(group: BucketGroup | None) -> None:
+    """Let go of a group without waiting for it."""
+    _LAID_ASIDE[:] = [old for old in _LAID_ASIDE if not old.idle]
+    if group is not None and not group.idle:
+        _LAID_ASIDE.append(group)
 
 
 class GlooEngine(StagedEngine):
@@ -86,12 +127,13 @@ class GlooEngine(StagedEngine):
         self._bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        self._group = None
+        self.shutdown()
         if not self._fills_stage:
             return
         store = TCPStore(
             init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=init_info.timeout_s)
         )
+        store.set(_joined_key(init_info.prefix, init_info.rank_offset), "")
         self._bucket_bytes = init_info.bucket_bytes
         self._group = BucketGroup(
             store, init_info.prefix, init_info.rank_offset, init_info.world_size, init_info.timeout_s
@@ -104,16 +146,14 @@ class GlooEngine(StagedEngine):
             raise RuntimeError("this engine is not connected to the trainer")
         layout = Layout.of(update_info.names, update_info.dtype_names, update_info.shapes)
         stream = map_stage(update_info.stage, layout.total_bytes)
-        waiting: deque[Work] = deque()
+        raise_if_cancelled = cancellation(update_info)
         for start in range(0, layout.total_bytes, self._bucket_bytes):
-            waiting.append(self._group.broadcast(stream[start : start + self._bucket_bytes]))
-            if len(waiting) > IN_FLIGHT:
-                waiting.popleft().wait()
-        for work in waiting:
-            work.wait()
+            self._group.broadcast(stream[start : start + self._bucket_bytes], raise_if_cancelled)
+        self._group.finish(raise_if_cancelled)
 
     def shutdown(self) -> None:
         super().shutdown()
+        lay_aside(self._group)
         self._group = None
 
 
@@ -128,7 +168,6 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         super().__init__(client=client, source=source, is_sender=is_sender)
         self._group: BucketGroup | None = None
         self._bucket_bytes = 0
-        self._timeout_s = 0.0
 
     @classmethod
     def trainer_init(
@@ -145,7 +184,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         return engine
 
     def _connect(self, info: GlooTrainerInitInfo) -> None:
-        self._bucket_bytes, self._timeout_s = info.bucket_bytes, info.timeout_s
+        self._bucket_bytes = info.bucket_bytes
         timeout = timedelta(seconds=info.timeout_s)
         store = TCPStore(info.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         worker_info = GlooInitInfo(
@@ -158,8 +197,22 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
             timeout_s=info.timeout_s,
         )
         call = self.client.begin("init_weight_transfer_engine", asdict(worker_info))
+        self._wait_for_engines(store, worker_info, call)
         self._group = BucketGroup(store, worker_info.prefix, 0, info.world_size, info.timeout_s)
         self.client.gather(call)
+
+    def _wait_for_engines(self, store: TCPStore, info: GlooInitInfo, call: int) -> None:
+        """Until every engine is at the store; only then is the rendezvous certain to be short."""
+        deadline = time.monotonic() + info.timeout_s
+        for rank in range(1, info.world_size):
+            while not store.check([_joined_key(info.prefix, rank)]):
+                self.client.raise_errors(call)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"waited {info.timeout_s:.0f} s for {self.client.describe_engine(rank - 1)} "
+                        f"to join the weight group at {info.host}:{info.port}"
+                    )
+                time.sleep(0.002)
 
     def send_weights(self) -> None:
         """One update on all engines. Raises on any failure; then the group is of no more use."""
@@ -171,32 +224,27 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         description = describe_metadata(self.source.metadata())
         call = self.client.begin("update_weights", description)
         layout = Layout.of(**description)
-        sent: deque[tuple[torch.Tensor, Work]] = deque()
-        for bucket in _buckets(self.source, layout, self._bucket_bytes):
-            sent.append((bucket, self._group.broadcast(bucket)))
-            while len(sent) > IN_FLIGHT:
-                self._wait(sent.popleft()[1], call)
-        while sent:
-            self._wait(sent.popleft()[1], call)
+
+        def raise_refusals() -> None:
+            self.client.raise_errors(call)
+
+        assert self._group is not None
+        for bucket in buckets(self.source, layout, self._bucket_bytes):
+            self._group.broadcast(bucket, raise_refusals)
+        self._group.finish(raise_refusals)
         self.client.gather(call)
         self.client.finish_weight_update()
 
-    def _wait(self, work: Work, call: int) -> None:
-        """Wait for a bucket, but not for engines that have already said no."""
-        deadline = time.monotonic() + self._timeout_s
-        while not work.is_completed():
-            self.client.raise_errors(call)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a weight bucket was not taken by all engines in {self._timeout_s:.0f} s")
-            time.sleep(POLL_S)
-        work.wait()
-
     def shutdown(self) -> None:
-        # Closing the sockets is what frees engines that still wait for a bucket.
+        lay_aside(self._group)
         self._group = None
 
 
-def _buckets(source: ExportSource, layout: Layout, bucket_bytes: int) -> Iterator[torch.Tensor]:
+def _joined_key(prefix: str, rank: int) -> str:
+    return f"{prefix}/joined/{rank}"
+
+
+def buckets(source: ExportSource, layout: Layout, bucket_bytes: int) -> Iterator[torch.Tensor]:
     """The byte stream in host buffers of `bucket_bytes` (the last may be shorter).
 
     A yielded buffer is written again IN_FLIGHT + 1 buckets later.

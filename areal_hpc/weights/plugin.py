@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 
+CONTROL_BYTES = 8
+"""Size of the number with which a rollout rank cancels an update (see `staged`)."""
 ENGINE_LOG_VARIABLE = "AREAL_ENGINE_LOG"
 WORKER_BACKENDS = {
     "areal_gloo": ("areal_hpc.weights.gloo", "GlooEngine"),
@@ -35,9 +37,33 @@ def register() -> None:
         for name, (module, cls) in backends.items():
             if name not in factory._registry:
                 factory.register_engine(name, module, cls)
-    log = os.environ.get(ENGINE_LOG_VARIABLE)
-    if log and multiprocessing.parent_process() is not None:
-        _redirect_output(log)
+    if multiprocessing.parent_process() is not None:
+        _tolerate_rewinds_on_cpu()
+        log = os.environ.get(ENGINE_LOG_VARIABLE)
+        if log:
+            _redirect_output(log)
+
+
+def _tolerate_rewinds_on_cpu() -> None:
+    """Let seeded requests survive a prefill in several pieces on the CPU.
+
+    After each piece but the last vLLM takes back the random numbers of the token it throws
+    away, by an offset that only a CUDA generator has; a CPU generator raises and the engine
+    dies. Not taking them back keeps the draws independent and reproducible.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+
+    class Generator(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> None:
+            pass
+
+    torch.Generator = Generator
 
 
 def _redirect_output(log: str) -> None:

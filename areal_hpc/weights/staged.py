@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 
+from areal_hpc.weights.plugin import CONTROL_BYTES
 from areal_hpc.weights.source import Layout
 
 
@@ -30,7 +31,8 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     stage: path of the host memory that holds the byte stream; "" when `folder` is given.
     folder: safetensors files to load instead. aliases: further names -> the tensor they
     share (tied embeddings: vLLM's CPU engine keeps a repacked head of its own). abandon:
-    forget what was staged; the finish that follows loads nothing.
+    forget what was staged; the finish that follows loads nothing. control: path of a
+    number in shared memory; an update whose `attempt` is not above it has been cancelled.
     """
 
     names: list[str] = field(default_factory=list)
@@ -41,6 +43,27 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     receive: bool = True
     aliases: dict[str, str] = field(default_factory=dict)
     abandon: bool = False
+    control: str = ""
+    attempt: int = 0
+
+
+class TransferCancelled(RuntimeError):
+    """The trainer gave this update up."""
+
+
+def cancellation(info: StagedUpdateInfo) -> Callable[[], None]:
+    """A function that raises TransferCancelled once the update's rank has cancelled it."""
+    descriptor = os.open(info.control, os.O_RDONLY)
+    try:
+        mapping = mmap.mmap(descriptor, CONTROL_BYTES, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+    def raise_if_cancelled() -> None:
+        if int.from_bytes(mapping[:CONTROL_BYTES], "little") >= info.attempt:
+            raise TransferCancelled(f"attempt {info.attempt} of this update was cancelled")
+
+    return raise_if_cancelled
 
 
 def map_stage(path: str, num_bytes: int) -> torch.Tensor:

@@ -134,7 +134,7 @@ class TrainerWeights:
     def _withdraw(self, version: int, error: Exception) -> None:
         assert self._client is not None and self._source is not None
         logger.warning("publication of version %d failed: %s", version, error)
-        # The group may hold a half-sent bucket: close it, which also frees engines that wait.
+        # The group may hold a half-sent bucket: the next publication needs a new one.
         self.close()
         # The other trainer ranks are still in this pass.
         self._source.drain()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +27,13 @@ from areal_hpc.messages import (
 from areal_hpc.mpi.channel import LocalNetwork
 from areal_hpc.mpi.world import World
 from areal_hpc.paths import RunPaths
+from areal_hpc.rollout.engine import RolloutEngine
 from areal_hpc.spool.shard import read_rows
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.types import Lease, Prompt, SamplingSpec, Trajectory
 from areal_hpc.weights.transfer import TrainerWeights
+
+TensorsFn = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 SECOND_END_ID = 257
 """A further end-of-sequence id of the test model, known only to its generation_config."""
@@ -106,6 +109,8 @@ class Director:
         self.channel = self._worlds[0].channel
         self.telemetry = Telemetry(self.paths.spans("test", 0))
         self.error: BaseException | None = None
+        self.engines: dict[int, RolloutEngine] = {}
+        """The rollouts' engines by role_rank: tests look at gauges and process ids."""
         self._threads: list[threading.Thread] = []
         self._num_leases = 0
 
@@ -123,6 +128,13 @@ class Director:
         )
 
     def start(self) -> list[RolloutReady]:
+        from areal_hpc.rollout import loop
+
+        def recorded(config: Config, *, index: int, **arguments: object) -> RolloutEngine:
+            self.engines[index] = RolloutEngine(config, index=index, **arguments)
+            return self.engines[index]
+
+        loop.RolloutEngine = recorded
         for world in self._worlds[2:]:
             thread = threading.Thread(target=self._serve, args=(world,), daemon=True)
             thread.start()
@@ -130,10 +142,10 @@ class Director:
         return [self.wait_for(RolloutReady, deadline_s=120.0) for _ in range(self.num_rollouts)]
 
     def _serve(self, world: World) -> None:
-        from areal_hpc.rollout.loop import run
+        from areal_hpc.rollout import loop
 
         try:
-            run(self.config, world, self.paths, self.telemetry)
+            loop.run(self.config, world, self.paths, self.telemetry)
         except BaseException as error:  # noqa: BLE001 (handed to the test)
             self.error = error
 
@@ -141,8 +153,17 @@ class Director:
         for rank in range(2, 2 + self.num_rollouts):
             self.channel.send(rank, Stop("test"))
         for thread in self._threads:
-            thread.join(30.0)
+            thread.join(60.0)
             assert not thread.is_alive(), "the rollout did not stop"
+
+    def wait_until(self, condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+        end = time.monotonic() + deadline_s
+        while not condition():
+            if self.error is not None:
+                raise self.error
+            if time.monotonic() > end:
+                raise TimeoutError(f"{what} did not happen within {deadline_s:.0f} s")
+            time.sleep(0.005)
 
     def wait_for(self, *kinds: type[Message], deadline_s: float = 60.0) -> Message:
         """The next message of these kinds; the rollout's own error if it fails meanwhile."""
@@ -204,8 +225,8 @@ class Director:
 
     # -- weights -------------------------------------------------------------------
 
-    def trainer(self, model: torch.nn.Module) -> TrainerWeights:
-        """Publishes `model`, connected to all rollouts."""
+    def trainer(self, model: torch.nn.Module, tensors_fn: TensorsFn | None = None) -> TrainerWeights:
+        """Publishes `model`, connected to all rollouts; `tensors_fn` replaces the true export."""
 
         def metadata() -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
             return [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -215,7 +236,7 @@ class Director:
             self._worlds[1],
             self.paths,
             metadata,
-            lambda: iter([(name, p.data) for name, p in model.named_parameters()]),
+            tensors_fn or (lambda: iter([(name, p.data) for name, p in model.named_parameters()])),
             self.telemetry,
         )
         weights.connect(self._worlds[1].rollout_ranks)
