@@ -240,8 +240,15 @@ def _stripped_lines(text: str) -> list[str]:
 def _same_line(wanted: str, given: str) -> bool:
     if wanted == given:
         return True
-    pairs = list(zip(wanted.split(), given.split()))
-    return len(pairs) == len(wanted.split()) == len(given.split()) and all(_same_word(w, g) for w, g in pairs)
+    wanted_words, given_words = wanted.split(), given.split()
+    if len(wanted_words) != len(given_words) or not all(map(_same_word, wanted_words, given_words)):
+        return False
+    # White space is part of a picture or a text, not of a row of numbers.
+    return _spaces(wanted) == _spaces(given) or all(_NUMBER.fullmatch(word) for word in wanted_words)
+
+
+def _spaces(line: str) -> list[str]:
+    return re.findall(r"\s+", line)
 
 
 _DECIMAL = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")

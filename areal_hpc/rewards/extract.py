@@ -7,6 +7,7 @@ Pure string work in linear time (answers may be megabytes of hostile text). Call
 from __future__ import annotations
 
 import re
+from collections import deque
 
 BOXES = ("\\boxed", "\\fbox")
 NUMBER = re.compile(
@@ -55,9 +56,7 @@ def after_hashes(text: str) -> str | None:
 def last_number(text: str) -> str | None:
     """The last number, or the last formula between dollar signs if that comes later or holds it."""
     tail = text[-TAIL_CHARS:]
-    number = None
-    for number in NUMBER.finditer(tail):
-        pass
+    number = next(iter(deque(NUMBER.finditer(tail), maxlen=1)), None)
     formula = _last_formula(tail)
     if formula is not None and (number is None or formula[1] >= number.end()):
         return formula[0]

@@ -167,6 +167,9 @@ def _mounts(readable: list[str], scratch_bytes: int) -> list[str]:
             arguments.extend(["--perms", "0755", "--dir", parent])
             made.add(parent)
 
+    # First, so that a readable folder below it is not covered.
+    arguments += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", INNER_SCRATCH]
+    made.add(INNER_SCRATCH)
     for path in dict.fromkeys(readable):
         make_parents(path)
         if os.path.islink(path):
@@ -182,7 +185,6 @@ def _mounts(readable: list[str], scratch_bytes: int) -> list[str]:
     arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     arguments += ["--ro-bind-try", "/etc/localtime", "/etc/localtime"]
     arguments += ["--proc", "/proc"]
-    arguments += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", INNER_SCRATCH]
     return [*arguments, "--chdir", INNER_SCRATCH, "--remount-ro", "/"]
 
 

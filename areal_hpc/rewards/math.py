@@ -94,7 +94,9 @@ def _percent_equal(gold: Value, value: Value) -> bool:
     if gold.fraction == value.fraction:
         return True
     if gold.percent != value.percent:
-        return gold.fraction * 100 == value.fraction if gold.percent else gold.fraction == value.fraction * 100
+        return (
+            gold.fraction * 100 == value.fraction if gold.percent else gold.fraction == value.fraction * 100
+        )
     return False
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -39,9 +39,10 @@ STRIPPED_PREFIXES = ("PMI_", "PMIX_", "MPI_", "MPICH_", "HYD", "OMPI_")
 
 @dataclass
 class Task:
-    """A check with what its owner needs to use the verdict."""
+    """A check, its wall-clock limit, and (in subclasses) what its owner needs to use the verdict."""
 
     check: Check
+    deadline_s: float
 
     @property
     def wanted(self) -> bool:
@@ -84,13 +85,12 @@ class _Worker(asyncio.SubprocessProtocol):
 
 
 class Pool:
-    """`num_workers` processes that run checks; `deadline_s` bounds each check."""
+    """`num_workers` processes that run checks, each bounded by its own deadline."""
 
     def __init__(
         self,
         setup: Setup,
         num_workers: int,
-        deadline_s: float,
         on_verdict: Callable[[Task, Verdict], None],
         on_failure: Callable[[Task, RewardError], None],
     ) -> None:
@@ -99,7 +99,6 @@ class Pool:
         self.num_restarts = 0
         self._setup = setup
         self._num_workers = num_workers
-        self._deadline_s = deadline_s
         self._on_verdict = on_verdict
         self._on_failure = on_failure
         self._workers: list[_Worker] = []
@@ -235,9 +234,7 @@ class Pool:
             seconds = time.monotonic() - worker.head_since
             problem = "timeout" if worker.dying else "crash"
             message = worker.dying or f"its worker ended with exit code {code}"
-            self._on_verdict(
-                tasks[0], Verdict(tasks[0].check.check_id, (), seconds, problem, message)
-            )
+            self._on_verdict(tasks[0], Verdict(tasks[0].check.check_id, (), seconds, problem, message))
         if self._failed_starts >= MAX_FAILED_STARTS:
             self._give_up(
                 RewardError(
@@ -271,8 +268,10 @@ class Pool:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             for worker in list(self._workers):
-                limit = self._deadline_s if worker.ready else START_DEADLINE_S
-                if worker.dying or (worker.ready and not worker.inflight) or now - worker.head_since < limit:
+                if worker.dying or (worker.ready and not worker.inflight):
+                    continue
+                limit = worker.inflight[0].deadline_s if worker.ready else START_DEADLINE_S
+                if now - worker.head_since < limit:
                     continue
                 worker.overdue_ticks += 1
                 if worker.overdue_ticks >= 2:

@@ -72,11 +72,11 @@ class Verdict(msgspec.Struct, frozen=True):
 class Started(msgspec.Struct, frozen=True):
     """First frame from a worker: its rewards are imported, or `error` says why not.
 
-    traits: (per_sample, sees_truncated) of each reward. warnings: protections that the
+    traits: (per_sample, sees_truncated, uses_sandbox) of each reward. warnings: protections that the
     sandbox lacks on this machine.
     """
 
-    traits: tuple[tuple[bool, bool], ...] = ()
+    traits: tuple[tuple[bool, bool, bool], ...] = ()
     warnings: tuple[str, ...] = ()
     error: str = ""
 

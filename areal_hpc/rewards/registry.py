@@ -154,9 +154,7 @@ def check_options(name: str, function: Callable, options: dict[str, Any]) -> Non
         raise RewardError(f"reward {name} does not take rewards.options {sorted(options)}: {error}") from None
 
 
-def call_reward(
-    name: str, function: Callable, prompt: Prompt, responses: Sequence[str]
-) -> tuple[float, ...]:
+def call_reward(name: str, function: Callable, prompt: Prompt, responses: Sequence[str]) -> tuple[float, ...]:
     """One finite number per response; RewardError names what broke. UnscorableGold and MemoryError pass."""
     single = traits_of(function).per_sample
     try:

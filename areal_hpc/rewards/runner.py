@@ -119,7 +119,9 @@ def run_child(setup, request, scratch):
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if verdict is None:
-        verdict = OUTPUT if pipes.flooded else ENDED if code == codes[0] else EXITED if code == codes[1] else DIED
+        verdict = (
+            OUTPUT if pipes.flooded else ENDED if code == codes[0] else EXITED if code == codes[1] else DIED
+        )
         if verdict == DIED and pipes.errors.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError"):
             verdict = MEMORY
     if code in codes:
@@ -157,7 +159,7 @@ class Pipes:
         os.close(descriptor)
 
     def step(self, timeout_s):
-        for descriptor, event in self.poll.poll(timeout_s * 1000):
+        for descriptor, _ in self.poll.poll(timeout_s * 1000):
             if descriptor == REQUESTS:
                 kill_the_rest()
                 os._exit(1)

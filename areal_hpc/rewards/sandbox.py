@@ -83,8 +83,9 @@ def run_python(
     """Run a program in a sandbox of its own.
 
     `files` lie in its working folder; `paths` are folders it may also read and import
-    from. Raises SandboxError if no sandbox can be made or, with `require`, if a
-    protection is missing. Blocks: call it in a thread from an event loop.
+    from (readable by all if this is root, whose programs run as nobody). Raises
+    SandboxError if no sandbox can be made or, with `require`, if a protection is
+    missing. Blocks: call it in a thread from an event loop.
     """
     if require and missing_protections():
         raise SandboxError(f"the sandbox lacks protections: {'; '.join(missing_protections())}")

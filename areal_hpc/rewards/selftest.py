@@ -17,7 +17,7 @@ from areal_hpc.rewards.isolation import Isolation
 
 MEMORY_BYTES = 256 * 1024 * 1024
 TIMEOUT_S = 20.0
-ATTACK = '''
+ATTACK = """
 import json, os, sys
 target = json.loads(sys.stdin.read())
 broken = []
@@ -75,7 +75,7 @@ else:
     broken.append("process limit")
 attempt("memory limit", memory)
 print(json.dumps(broken))
-'''
+"""
 
 
 def try_to_break(isolation: Isolation) -> set[str]:

@@ -33,7 +33,7 @@ from areal_hpc.types import Prompt
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 1.0
-"""A worker is killed this long after rewards.timeout_s: rewards with a limit of their own end first."""
+"""Rewards that run programs end these themselves at rewards.timeout_s; their worker gets so much longer."""
 
 
 class RewardResult(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class RewardService:
                 tuple(config.sandbox_paths),
             ),
         )
-        self._pool = Pool(setup, config.workers, config.timeout_s + KILL_GRACE_S, self._finish, self._fail)
+        self._pool = Pool(setup, config.workers, self._finish, self._fail)
         self._traits: list[Traits] = []
 
     async def __aenter__(self) -> RewardService:
@@ -166,9 +166,10 @@ class RewardService:
             if not samples:
                 continue
             shares = [(index,) for index in samples] if traits.per_sample else [tuple(samples)]
+            deadline_s = self._config.timeout_s + (KILL_GRACE_S if traits.uses_sandbox else 0.0)
             for share in shares:
                 check = Check(self._pool.next_id(), reward, prompt, tuple(texts[i] for i in share))
-                tasks.append(_GroupTask(check, group=group, name=spec.name, samples=share))
+                tasks.append(_GroupTask(check, deadline_s, group=group, name=spec.name, samples=share))
         return tasks
 
     def _result(self, parts: dict[str, float], notes: list[str]) -> RewardResult:

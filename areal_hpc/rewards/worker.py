@@ -65,7 +65,9 @@ def main() -> int:
     traits = [traits_of(function) for function in functions]
     _write(
         replies,
-        protocol.Started(tuple((t.per_sample, t.sees_truncated) for t in traits), tuple(warnings)),
+        protocol.Started(
+            tuple((t.per_sample, t.sees_truncated, t.uses_sandbox) for t in traits), tuple(warnings)
+        ),
     )
     while (frame := _read_frame(requests)) is not None:
         batch = msgspec.msgpack.decode(frame, type=protocol.Batch)
@@ -82,7 +84,9 @@ def _limit_memory(memory_bytes: int) -> None:
         limit = int(stream.read().split()[0]) * resource.getpagesize() + memory_bytes
     # The soft limit only: programs under test get limits of their own.
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
 
 
 def _load(call: protocol.RewardCall, limits: protocol.Limits) -> Callable:
