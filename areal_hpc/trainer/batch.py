@@ -16,7 +16,7 @@ from areal_hpc.trainer.attention import PackedParams, packed_params
 class Row:
     """One sequence: `tokens` int [L] and any number of per-token arrays [L] by name.
 
-    `loss_mask` must be among `values` for training.
+    `loss_mask` must be among `values`: tokens without it get no log-probability.
     """
 
     tokens: np.ndarray
@@ -37,8 +37,16 @@ class MicroBatch:
     tokens: Tensor
     values: dict[str, Tensor]
     params: PackedParams
+    places: Tensor
+    """Positions whose successor's log-probability is wanted: those before tokens with loss_mask."""
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Lengths of all sequences, the filler among them."""
+        filler = len(self.tokens) - sum(self.lengths)
+        return [*self.lengths, filler] if filler else list(self.lengths)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -50,8 +58,8 @@ class MicroBatch:
 
 
 def pack(rows: Sequence[Row], chosen: Sequence[int], names: Sequence[str], *, device: torch.device,
-         multiple: int, local: bool) -> MicroBatch:
-    """The rows `chosen` as one micro-batch with the per-token values `names`.
+         multiple: int = 1) -> MicroBatch:
+    """The rows `chosen` as one micro-batch with the per-token values `names`, loss_mask always among them.
 
     Filler tokens bring the length to a multiple of `multiple` (sequence parallelism) and
     to at least 2; no rows at all give a micro-batch of filler only. The mask of each
@@ -65,19 +73,20 @@ def pack(rows: Sequence[Row], chosen: Sequence[int], names: Sequence[str], *, de
     pieces = [rows[index].tokens for index in chosen] + [np.zeros(filler, np.int64)]
     tokens = torch.from_numpy(np.concatenate(pieces).astype(np.int64))
     values = {}
-    for name in names:
+    for name in {"loss_mask", *names}:
         kind = np.dtype(bool) if name == "loss_mask" else None
         arrays = [np.asarray(rows[index].values[name]) for index in chosen]
         kind = kind or (arrays[0].dtype if arrays else np.dtype(np.float32))
         values[name] = torch.from_numpy(np.concatenate([*arrays, np.zeros(filler, kind)]).astype(kind))
     sizes = lengths + ([filler] if filler else [])
-    if "loss_mask" in values:
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        values["loss_mask"][torch.from_numpy(starts)] = False
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    values["loss_mask"][torch.from_numpy(starts)] = False
+    places = values["loss_mask"].nonzero()[:, 0] - 1
     return MicroBatch(
         tokens=tokens.to(device),
         values={name: value.to(device) for name, value in values.items()},
-        params=packed_params(sizes, device, local=local),
+        params=packed_params(sizes, device),
+        places=places.to(device),
         rows=tuple(chosen),
         lengths=tuple(lengths),
     )

@@ -11,25 +11,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, temperature: float, vocab_size: int, tp_rank: int, group, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each token and the entropy of the distribution it was drawn from.
+PADDING = -1.0e30
+"""Logit of columns that are no tokens: a probability of exactly 0."""
 
-    logits [T, V/tp] at each position; tokens [T], all sequences of the micro-batch one
-    after the other. Entry t of the results [T], float32, belongs to token t, that is to the
-    logits one position before: the entries of each sequence's first token are without
-    meaning (0 for the very first) and must be masked. `entropy` False returns None for it.
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, places: Tensor, *, temperature: float, vocab_size: int, tp_rank: int, group,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of tokens and the entropy of the distributions they were drawn from.
+
+    tokens [T], all sequences of the micro-batch one after the other; places int [K]: the
+    positions whose successors are wanted; logits [K, V/tp] at these positions. Entry t of
+    the results [T], float32, belongs to token t, that is to the logits one position before;
+    it is 0 where it was not wanted. `entropy` False returns None for it.
     """
     rows = logits.shape[-1]
     start = tp_rank * rows
-    # The ranks that hold padding only keep one column, whose logit is set to -inf below.
     valid = min(max(vocab_size - start, 0), rows)
     logprobs, entropies = _VocabParallelLogprobs.apply(
-        logits[:-1], tokens[1:], temperature, start, valid, group, entropy
+        logits, tokens[places + 1], temperature, start, valid, group, entropy
     )
-    first = logprobs.new_zeros(1)
-    return torch.cat([first, logprobs]), torch.cat([first, entropies]) if entropy else None
+    empty = logprobs.new_zeros(tokens.shape)
+    return (
+        empty.index_copy(0, places + 1, logprobs),
+        empty.index_copy(0, places + 1, entropies) if entropy else None,
+    )
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -42,10 +49,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, start, valid, group, with_entropy):
         scaled = logits.float() / temperature
-        scaled[:, valid:] = -torch.inf
-        peak = scaled.max(dim=-1).values
+        # Not -inf: its product with a probability of 0 would be NaN.
+        scaled[:, valid:] = PADDING
+        peak = scaled.amax(dim=-1)
         _reduce(peak, dist.ReduceOp.MAX, group)
-        # A rank with nothing but padding has only -inf: exp(-inf) = 0 for finite peaks.
         scaled -= peak[:, None]
         probabilities = scaled.exp()
         local = targets - start
@@ -54,7 +61,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         chosen = torch.where(mine, scaled.gather(-1, local[:, None])[:, 0], 0.0)
         parts = [probabilities.sum(dim=-1), chosen]
         if with_entropy:
-            parts.append(torch.where(probabilities > 0, probabilities * scaled, 0.0).sum(dim=-1))
+            parts.append(torch.linalg.vecdot(probabilities, scaled))
         totals = torch.stack(parts)
         _reduce(totals, dist.ReduceOp.SUM, group)
         log_total = totals[0].log()
@@ -73,7 +80,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if entropies.numel() and bool(grad_entropies.any()):
             log_p = torch.where(probabilities > 0, probabilities, 1.0).log()
             gradient -= grad_entropies[:, None] * probabilities * (log_p + entropies[:, None])
-        return (gradient / ctx.temperature).to(ctx.dtype), None, None, None, None, None, None
+        if ctx.temperature != 1.0:
+            gradient /= ctx.temperature
+        return gradient.to(ctx.dtype), None, None, None, None, None, None
 
 
 def _reduce(tensor: Tensor, operation, group) -> None:

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from areal_hpc.config.schema import OptimizerConfig
+from areal_hpc.trainer.attention import prepare_local
 from areal_hpc.trainer.batch import MicroBatch, Row, pack, unpack
 from areal_hpc.trainer.bridge import Exporter, load_weights, make_bridge
 from areal_hpc.trainer.logprobs import token_logprobs
@@ -31,6 +32,7 @@ from areal_hpc.trainer.model import (
     check_model,
     padded_vocab_size,
     read_hf_config,
+    rotary_frequencies,
     transformer_overrides,
     uses_local_layers,
 )
@@ -82,7 +84,12 @@ class MegatronTrainer:
         self.module = build_model(self.hf, self.config, place, rows)
         load_weights(self._bridge, self.module, model_path, place)
         self._exporter = Exporter(self._bridge, self.module, place)
-        self._local = uses_local_layers(place.device)
+        self._frequencies = rotary_frequencies(self.hf) if uses_local_layers(place.device) else None
+        self._places: Tensor | None = None
+        # With sequence parallelism the output layer gathers the tokens itself.
+        self._selects = place.is_last_stage and not options.sequence_parallel
+        if self._selects:
+            self.module.output_layer.register_forward_pre_hook(self._select_places)
         model = self.module
         if options.dtype is not torch.float32:
             model = Float16Module(self.config, model)
@@ -109,9 +116,9 @@ class MegatronTrainer:
     # ---- computing -----------------------------------------------------------------
 
     def forward_logprobs(self, rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
-        """Log-probability of every token of every row under the current weights.
+        """Log-probability of every token with loss_mask of every row under the current weights.
 
-        Row index -> float32 [L], entry 0 without meaning; on ranks of the last pipeline
+        Row index -> float32 [L], 0 at other tokens; on ranks of the last pipeline
         stage, empty elsewhere. All dp ranks give the same number of micro-batches.
         """
         self.model.eval()
@@ -159,13 +166,13 @@ class MegatronTrainer:
         multiple = self.place.layout.tp if self.options.sequence_parallel else 1
         if not self.place.is_last_stage:
             names = ()  # only the loss reads them, and log-probs exist there only
-        packed = (
-            pack(rows, chosen, names, device=self.place.device, multiple=multiple, local=self._local)
-            for chosen in micro_batches
-        )
+        packed = (pack(rows, chosen, names, device=self.place.device, multiple=multiple) for chosen in micro_batches)
 
         def forward_step(batches: Iterator[MicroBatch], model):
             micro_batch = next(batches)
+            if self._frequencies is not None:
+                prepare_local(micro_batch.params, micro_batch.sizes, self._frequencies, self.options.dtype)
+            self._places = micro_batch.places
             logits = model(
                 input_ids=micro_batch.tokens[None],
                 position_ids=micro_batch.params.positions[None],
@@ -174,10 +181,13 @@ class MegatronTrainer:
             )
 
             def finish(logits: Tensor):
+                logits = logits[0]
+                if not self._selects:
+                    logits = logits[micro_batch.places]
                 logprobs, entropies = token_logprobs(
-                    logits[0], micro_batch.tokens, temperature=self.temperature, vocab_size=self.hf.vocab_size,
-                    tp_rank=self.place.tp_rank, group=parallel_state.get_tensor_model_parallel_group(),
-                    entropy=entropy,
+                    logits, micro_batch.tokens, micro_batch.places, temperature=self.temperature,
+                    vocab_size=self.hf.vocab_size, tp_rank=self.place.tp_rank,
+                    group=parallel_state.get_tensor_model_parallel_group(), entropy=entropy,
                 )
                 result, loss = compute(micro_batch, logprobs, entropies)
                 return logits.new_zeros(()) if loss is None else loss, (micro_batch, result)
@@ -193,6 +203,11 @@ class MegatronTrainer:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _select_places(self, _module, arguments: tuple) -> tuple:
+        """Give the output layer only the positions [K, 1, h] whose logits are wanted."""
+        hidden, *rest = arguments
+        return hidden.index_select(0, self._places), *rest
 
     # ---- weights -------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.config.errors import ConfigError
-from areal_hpc.trainer.attention import PackedAttention, PackedRotary
+from areal_hpc.trainer.attention import PackedAttention
+from areal_hpc.trainer.kernels import RmsNormFunction, SwigluFunction
 from areal_hpc.trainer.parallel import Layout, Place
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
@@ -106,16 +107,31 @@ def check_model(hf, layout: Layout, options: ModelOptions) -> None:
         raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
 
 
-class RmsNorm(torch.nn.RMSNorm):
-    """Megatron's constructor around torch's RMSNorm, with sequence parallelism.
+class RmsNorm(torch.nn.Module):
+    """RMSNorm with Megatron's constructor and with sequence parallelism.
 
     The mark on the weight makes Megatron add up its gradient over the tensor-parallel
     ranks, each of which saw a part of the tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return RmsNormFunction.apply(x, self.weight, self.eps)
+
+
+class Swiglu(torch.nn.Module):
+    """The gated activation of an MLP: [..., 2 * width] -> [..., width]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SwigluFunction.apply(x)
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,6 +159,8 @@ def transformer_overrides(place: Place, options: ModelOptions) -> dict[str, obje
         "use_cpu_initialization": place.device.type == "cpu",
         "masked_softmax_fusion": False,
         "bias_activation_fusion": not local,
+        # Megatron's name for "the activation is a module of the specification".
+        "use_te_activation_func": local,
         "bias_dropout_fusion": not local,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": not local,
@@ -170,6 +188,8 @@ def layer_spec(config: TransformerConfig, device: torch.device):
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    feed_forward = layer.mlp if config.num_moe_experts is None else layer.mlp.submodules.experts
+    feed_forward.submodules.activation_func = Swiglu
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     return TransformerBlockSubmodules(
@@ -187,12 +207,11 @@ def build_model(hf, config: TransformerConfig, place: Place, vocab_rows: int) ->
         pre_process=place.is_first_stage,
         post_process=place.is_last_stage,
         share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
-        position_embedding_type="rope",
-        rotary_base=10000,
+        # Our attention applies the rotary embedding itself.
+        position_embedding_type="none" if uses_local_layers(place.device) else "rope",
     )
-    model.rotary_pos_emb.inv_freq = rotary_frequencies(hf)
-    if uses_local_layers(place.device):
-        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+    if not uses_local_layers(place.device):
+        model.rotary_pos_emb.inv_freq = rotary_frequencies(hf)
     return model.to(place.device)
 
 
