@@ -8,6 +8,7 @@ generate through `workflow.EpisodeEngine`. vLLM is imported when the engine star
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -119,6 +120,9 @@ class RolloutEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown(timeout=0)
+            # Its finalizer must run while the interpreter still can; it sits in cycles.
+            del llm
+            gc.collect()
         self._processes = []
 
     @property
@@ -269,8 +273,14 @@ class RolloutEngine:
         self.version = version
 
     async def _worker_call(self, method: str, **arguments: Any) -> None:
-        await self._unless_dead(self._require().collective_rpc(method, kwargs=arguments))
+        """One of weights.worker_calls on all workers; RuntimeError with the first one's complaint."""
+        answers = await self._unless_dead(
+            self._require().collective_rpc("weight_call", args=(method, arguments))
+        )
         self.gauges.last_progress = time.monotonic()
+        for answer in answers:
+            if answer:
+                raise RuntimeError(answer)
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Result]) -> Result:
         """The call's result, or EngineDied: a killed engine leaves its callers without an answer."""
@@ -322,6 +332,7 @@ def engine_arguments(config: Config, index: int) -> dict[str, Any]:
         # The distribution that was sampled from: temperature, top-p and top-k applied.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": f"areal_{resolve_backend(config).value}"},
+        "worker_extension_cls": "areal_hpc.weights.worker_calls.WorkerCalls",
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
