@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 
+EXIT = os._exit  # before a program can put something else in its place
 PRELUDE = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -48,7 +49,7 @@ def child_main(setup, request, scratch, pipes, codes):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     code = run_program(request)
-    os._exit(codes[0] if code == -1 else codes[1] if code == 0 else code if code not in codes else 1)
+    EXIT(codes[0] if code == -1 else codes[1] if code == 0 else code if code not in codes else 1)
 
 
 def run_program(request):
@@ -100,8 +101,9 @@ def finish(code):
         import atexit
 
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+            if stream is not None:
+                stream.flush()
     except SystemExit as exit_error:
         return exit_code(exit_error) or code
     except BaseException:
@@ -120,7 +122,7 @@ def send(message):
 def receive():
     header = read_exactly(CALLS_IN, 4)
     if header is None:
-        os._exit(1)
+        EXIT(1)
     return load(read_exactly(CALLS_IN, int.from_bytes(header, "big")))
 
 

@@ -20,6 +20,7 @@ from areal_hpc.rewards.confine import seccomp_filter
 INNER_SCRATCH = "/tmp"
 DEVICES = ("null", "zero", "random", "urandom")
 NOBODY = 65534
+INNER_VARIABLES = ("PATH", "HOME", "TMPDIR", "LANG", "LC_CTYPE", "PWD", "PYTHONHASHSEED", "OMP_NUM_THREADS")
 PYTHON_FLAGS = ("-S", "-s", "-P", "-B", "-X", "utf8")
 CONSEQUENCES = {
     "files": "programs can read or change files of this user outside their own folder",

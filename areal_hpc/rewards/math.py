@@ -192,7 +192,12 @@ def _word(text: str) -> str:
     return re.sub(r"^\((\w)\)$|[\s.]+", lambda m: m[1] or "", plain.strip())
 
 
-_UNIT = r"(?:\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?|\s+[A-Za-z]{2,}[A-Za-z ]*)?"
+# Two letters may be a product of variables, so only known units; a longer word is one.
+_UNIT_WORD = r"(?:[cdkm]m|k?m?g|m?l|ft|in|mi|oz|lb|hr|am|pm|[A-Za-z]{3,})"
+_UNIT = (
+    r"(?:\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?"
+    rf"|\s+{_UNIT_WORD}(?: [A-Za-z]+)*)?"
+)
 _DECIMAL = re.compile(rf"([-+]?)\s?(\d*\.?\d*)(?:[eE]([-+]?\d+))?(\s?\\?%|\s?percent)?{_UNIT}")
 _TEN_POWER = re.compile(
     rf"([-+]?)\s?(\d+\.?\d*)\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*(-?\d+)\s*\}}?{_UNIT}"

@@ -101,7 +101,7 @@ def run_child(setup, request, scratch):
         try:
             child_main(setup, request, scratch, (stdin_read, stdout_write, stderr_write), codes)
         finally:
-            os._exit(1)
+            EXIT(1)
     for descriptor in (stdin_read, stdout_write, stderr_write):
         os.close(descriptor)
     if request["mode"] != "program":

@@ -1,7 +1,7 @@
 """Tries to break the sandbox from inside, so that protections are found out and not assumed.
 
-Called once per process by `sandbox.protections`; plants a secret file, a listening
-socket and an environment variable, runs one program that goes for them, and looks.
+Called once per process by `sandbox.protections`; plants a secret file and a listening
+socket and runs one program that goes for them, this process and its environment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from areal_hpc.rewards.isolation import Isolation
+from areal_hpc.rewards.isolation import INNER_VARIABLES, Isolation
 
 MEMORY_BYTES = 256 * 1024 * 1024
 TIMEOUT_S = 20.0
@@ -67,7 +67,7 @@ hold, release = os.pipe()
 attempt("files", read_or_write)
 attempt("processes", processes)
 attempt("network", network)
-attempt("environment", lambda: target["secret"] in os.environ.values())
+attempt("environment", lambda: any(name in os.environ for name in target["variables"]))
 attempt("system calls", calls)
 if target["processes"]:
     attempt("process limit", forks)
@@ -83,28 +83,24 @@ def try_to_break(isolation: Isolation) -> set[str]:
     from areal_hpc.rewards.sandbox import MAX_PROCESSES, Cage, SandboxError
 
     secret = secrets.token_hex(16)
-    variable = f"AREAL_SELFTEST_{secrets.token_hex(4).upper()}"
-    os.environ[variable] = secret
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="areal-selftest-") as folder,
-            socket.create_server(("127.0.0.1", 0)) as server,
-            Cage(isolation_mode=isolation) as cage,
-        ):
-            file = Path(folder) / "secret"
-            file.write_text(secret)
-            target = {
-                "file": str(file),
-                "secret": secret,
-                "pid": os.getpid(),
-                "port": server.getsockname()[1],
-                # Without a limit, forking is not tried: it would only load the machine.
-                "processes": 2 * MAX_PROCESSES if isolation.limits_processes else 0,
-                "memory": MEMORY_BYTES,
-            }
-            result = cage.run(ATTACK, json.dumps(target), timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES)
-    finally:
-        del os.environ[variable]
+    with (
+        tempfile.TemporaryDirectory(prefix="areal-selftest-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        Cage(isolation_mode=isolation) as cage,
+    ):
+        file = Path(folder) / "secret"
+        file.write_text(secret)
+        target = {
+            "file": str(file),
+            "secret": secret,
+            "pid": os.getpid(),
+            "port": server.getsockname()[1],
+            "variables": sorted(set(os.environ) - set(INNER_VARIABLES)),
+            # Without a limit, forking is not tried: it would only load the machine.
+            "processes": 2 * MAX_PROCESSES if isolation.limits_processes else 0,
+            "memory": MEMORY_BYTES,
+        }
+        result = cage.run(ATTACK, json.dumps(target), timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES)
     if result.verdict != "ok":
         raise SandboxError(f"the sandbox's self-test ended with {result.verdict}: {result.stderr[-500:]}")
     return set(json.loads(result.stdout))
