@@ -31,7 +31,7 @@ from areal_hpc.plan.lengths import Empirical
 from areal_hpc.plan.memory import engine_slots, memory_limit, rollout_memory
 from areal_hpc.plan.rates import estimate_rates
 from areal_hpc.plan.shape import ModelShape, find_shape
-from areal_hpc.plan.simulate import Rates, Result
+from areal_hpc.plan.system import Rates, Result
 from areal_hpc.plan.splits import Workload, simulate, system_of
 
 MAX_SHARDS = 64

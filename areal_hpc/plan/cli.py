@@ -16,7 +16,7 @@ from areal_hpc.plan.lengths import Lengths
 from areal_hpc.plan.memory import GIB, RankMemory
 from areal_hpc.plan.rates import estimate_rates, guess_lengths, guess_prompt_tokens, hardware_of
 from areal_hpc.plan.shape import ModelShape, find_shape
-from areal_hpc.plan.simulate import Rates, Result
+from areal_hpc.plan.system import Rates, Result
 from areal_hpc.plan.splits import RatesOf, Split, Workload, best_split, simulate_colocated, simulate_splits
 from areal_hpc.plan.tables import Report, Table
 
@@ -40,7 +40,7 @@ def plan_main(
     gpu_memory_gib: float | None = None,
     answer_tokens: float | None = None,
     as_json: bool = False,
-    out: TextIO = sys.stdout,
+    out: TextIO | None = None,
 ) -> int:
     """Print the plan; 1 if the configured layout does not fit. Raises ConfigError for a user's mistake.
 
@@ -77,7 +77,7 @@ def plan_main(
         _split_table(report, config, splits, slots, colocated)
     if calibration:
         _measured(report, calibration)
-    report.print(out, as_json=as_json)
+    report.print(out or sys.stdout, as_json=as_json)
     return 0 if trainer.fits and rollout.fits else 1
 
 
@@ -141,6 +141,10 @@ def _memory_table(report: Report, config: Config, *ranks: RankMemory) -> None:
             report.line(f"{rank.role}: {rank.host / GIB:.2f} GiB of host memory per rank beside that")
         if rank.kv_tokens:
             report.line(f"{rank.role}: the KV cache of an engine holds {rank.kv_tokens:,} tokens")
+    groups = config.groups
+    if not on_gpu and groups.trainer.nodes == groups.rollout.nodes == 1:
+        whole = sum(rank.total * group.ranks for rank, group in zip(ranks, (groups.trainer, groups.rollout)))
+        report.line(f"all ranks on one machine: {whole / GIB:.2f} GiB")
     if on_gpu:
         # An engine takes what memory there is: its device follows from the trainer's need alone.
         report.line(f"smallest device for the trainer: {sizes.smallest_device(ranks[0].total)}")

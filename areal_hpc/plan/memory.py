@@ -30,8 +30,8 @@ CPU_FRAMEWORK = GIB
 LOGIT_BYTES = {4: 20, 2: 22}
 """Peak per logit, by bytes of a weight: the logits, in half precision their float32 copy too,
 scaled, as probabilities, and two temporaries of the entropy."""
-USABLE = 0.95
-"""The allocator loses the rest to fragments."""
+USABLE = {Device.cuda: 0.95, Device.cpu: 0.8}
+"""Allocators lose the rest to fragments: PyTorch's pool little, the C library's heap a fifth."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def trainer_memory(config: Config, shape: ModelShape, limit: int, dp: int | None
     parts["framework"] = CPU_FRAMEWORK if on_cpu else GPU_FRAMEWORK
     parts = {name: int(size) for name, size in parts.items() if size}
     total = sum(parts.values())
-    advice = "" if total <= USABLE * limit else _trainer_advice(config, parts)
+    advice = "" if total <= USABLE[config.run.device] * limit else _trainer_advice(config, parts)
     return RankMemory("trainer", parts, limit, advice, host=0 if on_cpu else copies)
 
 
@@ -131,7 +131,9 @@ def _activations(config: Config, shape: ModelShape, tokens: int, layers: float, 
     tp, width = config.trainer.tp, dtype_bytes(config)
     visits = shape.experts_per_token if shape.experts else 1
     whole = 6 * shape.hidden / (tp if config.trainer.sequence_parallel else 1)
-    split = (3 * shape.heads + 3 * shape.kv_heads) * shape.head_dim + 3 * shape.ffn * visits
+    # The layers used on CPU fuse less: they keep the activated gate, and padded copies for attention.
+    queries, pairs, feed_forward = (6, 4, 4) if config.run.device is Device.cpu else (3, 3, 3)
+    split = (queries * shape.heads + pairs * shape.kv_heads) * shape.head_dim + feed_forward * shape.ffn * visits
     layer = tokens * width * (whole + split / tp)
     if not config.trainer.recompute:
         return in_flight * layers * layer
@@ -197,7 +199,7 @@ def rollout_memory(config: Config, shape: ModelShape, limit: int) -> RankMemory:
 def _rollout_advice(config: Config, parts: dict[str, int], limit: int, kv_tokens: int) -> str:
     context = config.model.max_context
     if config.run.device is Device.cpu:
-        if sum(parts.values()) > USABLE * limit:
+        if sum(parts.values()) > USABLE[Device.cpu] * limit:
             return "lower rollout.kv_cache_gib or rollout.max_num_seqs, or give groups.rollout fewer ranks_per_node"
         if kv_tokens < context:
             return (
@@ -226,6 +228,6 @@ def engine_slots(config: Config, memory: RankMemory, lengths: Lengths, prompt_to
 def smallest_device(total: int) -> str:
     """The smallest device that `total` bytes fit on."""
     for name, size in DEVICES.items():
-        if total <= USABLE * size * GIB:
+        if total <= USABLE[Device.cuda] * size * GIB:
             return f"{name} ({size} GiB)"
     return "none"

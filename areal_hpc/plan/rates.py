@@ -17,7 +17,7 @@ from areal_hpc.config.algorithm import Objective
 from areal_hpc.config.schema import Config, Device
 from areal_hpc.plan.lengths import Lengths, LogNormal
 from areal_hpc.plan.shape import ModelShape, dtype_bytes
-from areal_hpc.plan.simulate import Rates
+from areal_hpc.plan.system import Rates
 
 MEAN_PART = 5
 """A fifth of rollout.max_new_tokens is the mean answer where nothing better is known: 5,500
@@ -49,6 +49,8 @@ class Hardware:
     """From there into the model, bytes/s."""
     load_s: float
     """Pausing and resuming an engine."""
+    storage: float
+    """Checkpoints to the shared filesystem, bytes/s of the whole trainer."""
     optimizer_s: float
     """One optimizer update, its all-reduce included."""
     batch_s: float
@@ -61,13 +63,14 @@ class Hardware:
 # with pipeline bubbles. Hosts have 400 Gbit/s per GPU, shared by a ring through all engines.
 H800 = Hardware(
     name="H800/H100 80 GB", flops=989e12, bandwidth=3.35e12, bandwidth_part=0.8, prefill_part=0.5,
-    train_part=0.4, decode_step_s=2.0e-3, decode_seq_s=10e-6, network=10e9, load=5e9, load_s=0.3,
+    train_part=0.4, decode_step_s=2.0e-3, decode_seq_s=10e-6, network=10e9, load=5e9, load_s=0.3, storage=5e9,
     optimizer_s=0.25, batch_s=1.5,
 )  # fmt: skip
 # One core with AVX2 in float32; the step times are those of vLLM's CPU engine.
 CPU_CORE = Hardware(
     name="CPU core", flops=100e9, bandwidth=8e9, bandwidth_part=0.6, prefill_part=0.5, train_part=0.4,
-    decode_step_s=6e-3, decode_seq_s=50e-6, network=1e9, load=0.5e9, load_s=0.05, optimizer_s=0.1, batch_s=0.2,
+    decode_step_s=6e-3, decode_seq_s=50e-6, network=1e9, load=0.5e9, load_s=0.05, storage=0.5e9,
+    optimizer_s=0.1, batch_s=0.2,
 )  # fmt: skip
 
 
@@ -131,4 +134,6 @@ def estimate_rates(
         reward_s=0.01,
         reward_workers=config.rewards.workers,
         commit_s=config.rollout.shard_latency_s,
+        # Weights, master weights and two moments.
+        checkpoint_s=shape.parameters * (width + 12) / hardware.storage,
     )

@@ -4,9 +4,10 @@ An engine decodes one token of each of its m running sequences in
     base + per_sequence * m + per_kv_token * (tokens in its cache)
 seconds. The cache grows by m tokens a step, so n steps take a closed-form time: the queue
 holds one event per finished answer, none per token. Engines, trainer and publication
-follow the run's own protocol: groups are granted while Eq. 3 allows, a group is ready when
-its last answer is scored and committed, a batch takes the oldest ready groups, and new
-weights are staged beside generation, then loaded under a pause. Deterministic by seed.
+follow the run's own protocol: groups are granted while Eq. 3 and the engines' room allow, a group is ready
+when its last answer is scored and committed, a batch takes the oldest ready groups but
+waits for stragglers that would get too old, and new weights are staged beside generation,
+then loaded under a pause. Deterministic by seed.
 
 Called by `splits` and the tests; all times are seconds, all lengths tokens.
 """
@@ -15,130 +16,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from areal_hpc.plan.lengths import Lengths
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What each part costs. `train_tokens_s` is of the whole trainer, the rest of one engine."""
-
-    decode_base_s: float
-    decode_seq_s: float
-    decode_kv_s: float
-    prefill_tokens_s: float
-    train_tokens_s: float
-    train_step_s: float = 0.0
-    """Part of a training step that does not grow with its tokens."""
-    stage_s: float = 0.0
-    """Transfer of new weights while engines go on."""
-    load_s: float = 0.0
-    """Pause of an engine that loads them."""
-    reward_s: float = 0.0
-    reward_workers: int = 1
-    commit_s: float = 0.0
-    """From the last score of a group to its shard being known to the controller."""
-
-
-@dataclass(frozen=True)
-class System:
-    """What is simulated."""
-
-    num_engines: int
-    slots: int
-    """Sequences that one engine runs at once."""
-    group_size: int
-    batch_size: int
-    """Trajectories of a training step, a multiple of group_size."""
-    eta: int
-    """Bound of Eq. 3; 0 is the synchronous system."""
-    prompt_tokens: int
-    rates: Rates
-    drain: bool = False
-    """Engines finish their answers before they load; else they are interrupted."""
-    recompute_kv: bool = True
-    resume_together: bool = True
-    """Engines that have loaded stand still until all have (else each goes on by itself)."""
-    trainer_waits: bool = True
-    """The trainer starts no step before all engines serve the version before."""
-
-
-@dataclass
-class Step:
-    start: float
-    end: float
-    tokens: int
-    staleness_sum: int
-    staleness_max: int
-
-
-@dataclass
-class Result:
-    """One simulated run; rates are those after the warm-up."""
-
-    steps: list[Step]
-    warmup: int
-    batch_size: int
-    mean_tokens: float
-    """Mean answer that the lengths promise; a short sample's batches may lie above or below."""
-    generated_tokens: float
-    unused_tokens: float
-    """Generated but not trained on: ready, or in answers still being written."""
-    trainer_busy: float
-    """Fraction of the time in which the trainer computed."""
-    rollout_busy: float
-    """Fraction of the time in which an engine decoded or prefilled, mean over engines."""
-    slots_filled: float
-    """Running sequences over all slots, mean over time and engines."""
-
-    @property
-    def seconds(self) -> float:
-        return self.steps[-1].end
-
-    @property
-    def trained_tokens(self) -> int:
-        """Answer tokens of all batches."""
-        return sum(step.tokens for step in self.steps)
-
-    @property
-    def step_s(self) -> float:
-        """Mean time of a step."""
-        counted = self.steps[self.warmup :]
-        begin = self.steps[self.warmup - 1].end if self.warmup else 0.0
-        return (counted[-1].end - begin) / len(counted)
-
-    @property
-    def tokens_per_s(self) -> float:
-        counted = self.steps[self.warmup :]
-        return sum(step.tokens for step in counted) / len(counted) / self.step_s
-
-    @property
-    def staleness_mean(self) -> float:
-        counted = self.steps[self.warmup :]
-        return sum(step.staleness_sum for step in counted) / (self.batch_size * len(counted))
-
-    @property
-    def staleness_max(self) -> int:
-        return max(step.staleness_max for step in self.steps)
-
-    def hours(self, total_steps: int) -> float:
-        """Of a run of `total_steps`: the simulated steps as they came, the rest at tokens_per_s."""
-        done = min(total_steps, len(self.steps))
-        trained = sum(step.tokens for step in self.steps[:done])
-        left = total_steps * self.batch_size * self.mean_tokens - trained if total_steps > done else 0.0
-        return (self.steps[done - 1].end + max(0.0, left) / self.tokens_per_s) / 3600
+from areal_hpc.plan.system import Result, Step, System
 
 
 @dataclass
 class _Group:
     ordinal: int
-    version: int
+    engine: int
+    granted: int
+    """Version that was live when it was granted."""
     left: int
     """Answers that are not finished."""
+    started: list[int] = field(default_factory=list)
+    """Version of the first token of each answer."""
     tokens: int = 0
     """Of the finished answers."""
     ready_at: float = 0.0
@@ -156,6 +52,8 @@ class _Engine:
     running: list[tuple[float, int, int]] = field(default_factory=list)
     """Heap of (step at which it ends, tokens, ordinal of its group)."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    groups: int = 0
+    """Granted and not ready."""
     stamp: int = 0
     version: int = 0
     draining: bool = False
@@ -163,10 +61,6 @@ class _Engine:
     busy_s: float = 0.0
     slot_s: float = 0.0
     tokens: float = 0.0
-
-    @property
-    def load(self) -> int:
-        return len(self.running) + len(self.waiting)
 
 
 class Simulation:
@@ -185,10 +79,12 @@ class Simulation:
         self._num_events = 0
         self._engines = [_Engine(index) for index in range(system.num_engines)]
         self._groups: dict[int, _Group] = {}
-        self._ready: list[tuple[int, int, int]] = []
+        self._under_way: Counter[int] = Counter()
+        """Groups by the version they were granted under."""
+        self._ready: list[tuple[int, int, _Group]] = []
         self._admitted = 0
         self._trained_version = self._live_version = 0
-        self._training = self._publishing = False
+        self._training = self._publishing = self._saving = False
         self._num_updating = 0
         self._steps: list[Step] = []
         self._train_busy_s = 0.0
@@ -204,7 +100,7 @@ class Simulation:
         self._target = num_steps
         self._grant(self._engines)
         handlers = {"finish": self._finish, "ready": self._group_ready, "trained": self._trained,
-                    "staged": self._staged, "updated": self._updated}
+                    "staged": self._staged, "updated": self._updated, "saved": self._saved}
         while self._trained_version < num_steps:
             self._now, _, kind, index, stamp = heapq.heappop(self._events)
             handlers[kind](index, stamp)
@@ -214,25 +110,33 @@ class Simulation:
 
     # ---- admission -----------------------------------------------------------------
 
+    def _may_admit(self) -> bool:
+        """Whether Eq. 3 and the end of the run leave a place for one more group."""
+        system, after = self._system, self._admitted + self._system.group_size
+        if system.total_steps and after > system.total_steps * system.batch_size:
+            return False
+        return (after - 1) // system.batch_size <= self._live_version + system.eta
+
     def _grant(self, engines: list[_Engine]) -> None:
-        """Give groups to the least loaded of `engines` while Eq. 3 and their slots allow."""
-        system = self._system
-        size = system.group_size
-        if (self._admitted + size - 1) // system.batch_size > self._live_version + system.eta:
+        """Give groups to the least loaded of `engines` while there are places and room."""
+        if not self._may_admit():
             return
-        order = [(engine.load, index) for index, engine in enumerate(engines) if not engine.draining]
+        room = self._system.room
+        order = [(engine.groups, engine.index) for engine in engines
+                 if engine.groups < room and not engine.draining]  # fmt: skip
         heapq.heapify(order)
         touched: dict[int, _Engine] = {}
-        while order and (self._admitted + size - 1) // system.batch_size <= self._live_version + system.eta:
+        while order and self._may_admit():
             load, index = order[0]
-            if load and load + size > system.slots:
-                break
-            engine = engines[index]
+            engine = self._engines[index]
             if index not in touched:
                 self._advance(engine)
                 touched[index] = engine
             self._admit(engine)
-            heapq.heapreplace(order, (load + size, index))
+            if load + 1 < room:
+                heapq.heapreplace(order, (load + 1, index))
+            else:
+                heapq.heappop(order)
         for engine in touched.values():
             self._fill(engine)
             self._schedule(engine)
@@ -240,9 +144,10 @@ class Simulation:
     def _admit(self, engine: _Engine) -> None:
         size = self._system.group_size
         ordinal = self._admitted // size
-        lengths = self._lengths.sample(self._rng, size)
-        self._groups[ordinal] = _Group(ordinal, engine.version, size)
-        engine.waiting.extend((length, ordinal) for length in lengths)
+        self._groups[ordinal] = _Group(ordinal, engine.index, self._live_version, size)
+        self._under_way[self._live_version] += 1
+        engine.groups += 1
+        engine.waiting.extend((length, ordinal) for length in self._lengths.sample(self._rng, size))
         # The prompt is computed once; the other answers of the group find it in the prefix cache.
         self._stall(engine, self._system.prompt_tokens / self._rates.prefill_tokens_s, busy=True)
         self._admitted += size
@@ -279,10 +184,11 @@ class Simulation:
             engine.busy_s += seconds
 
     def _fill(self, engine: _Engine) -> None:
-        """Start waiting sequences while there are slots."""
-        while engine.waiting and len(engine.running) < self._system.slots:
+        """Start waiting sequences while there are slots and the engine serves."""
+        while not engine.draining and engine.waiting and len(engine.running) < self._system.slots:
             length, ordinal = engine.waiting.popleft()
             heapq.heappush(engine.running, (engine.steps + length, length, ordinal))
+            self._groups[ordinal].started.append(engine.version)
             engine.kv += self._system.prompt_tokens
 
     def _schedule(self, engine: _Engine) -> None:
@@ -309,10 +215,10 @@ class Simulation:
         if not engine.running:
             engine.kv = 0.0
         self._fill(engine)
-        if engine.draining and not engine.load:
+        if engine.draining and not engine.running:
             self._load(engine)
-        self._grant([engine])
-        self._schedule(engine)
+        else:
+            self._schedule(engine)
 
     def _score(self, engine: _Engine, group: _Group, length: int) -> None:
         """Queue an answer at the engine's reward pool; the last one makes the group ready."""
@@ -329,25 +235,30 @@ class Simulation:
 
     def _group_ready(self, ordinal: int, _: int) -> None:
         group = self._groups.pop(ordinal)
-        heapq.heappush(self._ready, (group.ordinal, group.version, group.tokens))
+        self._under_way[group.granted] -= 1
+        heapq.heappush(self._ready, (min(group.started), ordinal, group))
+        engine = self._engines[group.engine]
+        engine.groups -= 1
         self._form_batch()
+        self._grant([engine])
 
     def _form_batch(self) -> None:
         """Train on the oldest ready groups if there are enough and the trainer is free."""
-        system = self._system
+        system, version = self._system, self._trained_version
         needed = system.batch_size // system.group_size
-        waits = system.trainer_waits and self._publishing
-        if self._training or waits or len(self._ready) < needed or self._trained_version == self._target:
+        busy = self._training or self._saving or (system.trainer_waits and self._publishing)
+        if busy or len(self._ready) < needed or version == self._target:
             return
-        batch = [heapq.heappop(self._ready) for _ in range(needed)]
-        tokens = sum(count for _, _, count in batch)
-        ages = [self._trained_version - version for _, version, _ in batch]
+        oldest = min((granted for granted, count in self._under_way.items() if count), default=None)
+        if system.hold and oldest is not None and version + 1 - oldest > system.eta:
+            return
+        batch = [heapq.heappop(self._ready)[2] for _ in range(needed)]
+        tokens = sum(group.tokens for group in batch)
+        ages = [version - started for group in batch for started in group.started]
         seconds = self._rates.train_step_s + (
             tokens + system.batch_size * system.prompt_tokens
         ) / self._rates.train_tokens_s
-        self._steps.append(
-            Step(self._now, self._now + seconds, tokens, sum(ages) * system.group_size, max(ages))
-        )
+        self._steps.append(Step(self._now, self._now + seconds, tokens, sum(ages), max(ages)))
         self._training = True
         self._note("train", len(self._steps))
         self._push(self._now + seconds, "trained")
@@ -359,6 +270,10 @@ class Simulation:
         self._note("trained", self._trained_version)
         if not self._publishing:
             self._publish()
+        self._form_batch()
+
+    def _saved(self, *_: int) -> None:
+        self._saving = False
         self._form_batch()
 
     # ---- publication ---------------------------------------------------------------
@@ -374,7 +289,7 @@ class Simulation:
         for engine in self._engines:
             self._advance(engine)
             engine.draining = True
-            if not self._system.drain or not engine.load:
+            if not self._system.drain or not engine.running:
                 self._load(engine)
 
     def _load(self, engine: _Engine) -> None:
@@ -399,6 +314,10 @@ class Simulation:
         self._grant(self._engines)
         if self._live_version < self._trained_version:
             self._publish()
+        every = self._system.checkpoint_every
+        if every and self._live_version % every == 0:
+            self._saving = True
+            self._push(self._now + self._rates.checkpoint_s, "saved")
         self._form_batch()
 
     def _serve(self, engine: _Engine) -> None:
@@ -408,6 +327,7 @@ class Simulation:
         engine.clock = max(engine.clock, self._now)
         if self._system.recompute_kv:
             self._stall(engine, engine.kv / self._rates.prefill_tokens_s, busy=True)
+        self._fill(engine)
         self._schedule(engine)
 
     # ---- bookkeeping ---------------------------------------------------------------
@@ -426,7 +346,7 @@ class Simulation:
         unused = sum(
             length - (end - engine.steps) for engine in self._engines for end, length, _ in engine.running
         )
-        unused += sum(group.tokens for group in self._groups.values()) + sum(item[2] for item in self._ready)
+        unused += sum(group.tokens for group in self._groups.values()) + sum(group.tokens for _, _, group in self._ready)
         # The last prefill may reach beyond the end.
         busy = sum(engine.busy_s - max(0.0, engine.clock - self._now) for engine in self._engines)
         engine_seconds = self._now * len(self._engines)

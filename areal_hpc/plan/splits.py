@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from areal_hpc.config.schema import Config, KvOnUpdate, Mode, OnUpdate
 from areal_hpc.plan.lengths import Lengths
 from areal_hpc.plan.memory import RankMemory
-from areal_hpc.plan.simulate import Rates, Result, Simulation, System
+from areal_hpc.plan.simulate import Simulation
+from areal_hpc.plan.system import Rates, Result, System
 
 RatesOf = Callable[[int], Rates]
 """Number of trainer ranks -> costs."""
@@ -113,6 +114,8 @@ def system_of(config: Config, workload: Workload, rates: Rates, engines: int) ->
         eta=config.algorithm.max_staleness if config.run.mode is Mode("async") else 0,
         prompt_tokens=workload.prompt_tokens,
         rates=rates,
+        total_steps=config.run.total_steps,
+        checkpoint_every=config.checkpoint.every,
         drain=config.rollout.on_update is OnUpdate.drain,
         recompute_kv=config.rollout.kv_on_update is KvOnUpdate.recompute,
     )

@@ -24,6 +24,7 @@ FORBIDDEN = {
     "config": HEAVY,
     "data": HEAVY,
     "launch": HEAVY,
+    "plan": HEAVY,
     "controller": {"torch", "vllm", "megatron", "transformers"},
     "mpi": HEAVY,
 }
