@@ -8,7 +8,6 @@ generate through `workflow.EpisodeEngine`. vLLM is imported when the engine star
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import time
@@ -120,9 +119,8 @@ class RolloutEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown(timeout=0)
-            # Its finalizer must run while the interpreter still can; it sits in cycles.
-            del llm
-            gc.collect()
+            # vLLM's finalizer shuts down once more, and fails if that is at the interpreter's end.
+            llm.shutdown = lambda *_, **__: None
         self._processes = []
 
     @property

@@ -285,7 +285,10 @@ def _status(stack: Stack) -> dict[str, float]:
 
 
 def test_prompts_that_cannot_be_answered_fail_for_good(stack):
-    for options, reason in (({"texts": ["x" * 600]}, "max_context"), ({"texts": ["?"], "gold": "\\frac{"}, "gold")):
+    for options, reason in (
+        ({"texts": ["x" * 600]}, "max_context"),
+        ({"texts": ["?"], "gold": "\\frac{"}, "gold"),
+    ):
         [lease] = stack.director.grant(sampling=long_spec(), **options)
         failed = stack.director.wait_for(LeaseFailed)
         assert failed.lease_id == lease and not failed.retry
@@ -298,7 +301,8 @@ def test_evaluation_runs_between_other_requests_at_one_version(stack):
     greedy = SamplingSpec(max_new_tokens=20, temperature=0.0)
     stack.director.channel.send(2, EvalRequest(1, stack.version, 2, prompts, greedy))
     result = stack.director.wait_for(EvalResult)
-    assert [(s.prompt_id, s.sample_index) for s in result.samples] == [(i, k) for i in range(3) for k in (0, 1)]
+    answered = [(sample.prompt_id, sample.sample_index) for sample in result.samples]
+    assert answered == [(prompt, index) for prompt in range(3) for index in (0, 1)]
     assert {sample.version for sample in result.samples} == {stack.version}
     assert result.samples[0].text == result.samples[1].text
     model = stack.models[stack.version]
