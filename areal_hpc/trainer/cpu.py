@@ -69,6 +69,22 @@ class _NoRngTracker:
         yield
 
 
+def _splits_as_numpy(tensor, as_numpy=False, record_stream=False):
+    """Megatron converts only what it fetches from a GPU; all_to_all takes no tensors as sizes."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+class _NoStream:
+    """A CUDA stream on which everything has happened already: the experts' dispatcher asks for one."""
+
+    def wait_stream(self, _other: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _NoStream:
+        return self
+
+
 _CUDA_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float16: "torch.cuda.HalfTensor",
@@ -96,6 +112,12 @@ def patch_megatron() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
 
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stream = _NoStream()
+    torch.cuda.current_stream = lambda *args, **kwargs: stream
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream
+    token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
 
     random._CUDA_RNG_STATE_TRACKER = _NoRngTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

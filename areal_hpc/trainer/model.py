@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.config.errors import ConfigError
@@ -178,6 +179,9 @@ def layer_spec(config: TransformerConfig, device: torch.device):
     """The specification of all layers of this pipeline stage."""
     if not uses_local_layers(device):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    if config.num_moe_experts and not hasattr(moe_utils, "te_general_gemm"):
+        # Megatron-core 0.16 forgets to define this name without Transformer Engine.
+        moe_utils.te_general_gemm = None
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",

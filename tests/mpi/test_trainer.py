@@ -1,0 +1,50 @@
+"""The Megatron engine in every layout against plain transformers and autograd, under mpiexec."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.launch.local import find_mpiexec
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Tiny models with their oracles, made in a process of its own."""
+    root = tmp_path_factory.mktemp("models")
+    subprocess.run([sys.executable, HERE / "trainer_models.py", root], check=True, timeout=120, cwd=HERE)
+    return root
+
+
+def run_peers(scene: str, layout: tuple[int, int, int, int], models: Path, run: Path, timeout: float = 240.0) -> None:
+    tp, pp, dp, _ = layout
+    ranks = tp * pp * dp
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(HERE)}
+    result = subprocess.run(
+        [find_mpiexec(), "-n", str(ranks), sys.executable, HERE / "trainer_peers.py", scene, *map(str, layout),
+         models, run],
+        capture_output=True, text=True, timeout=timeout, env=environment,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-8000:]
+    assert all(f"rank {rank} passed" in result.stdout for rank in range(ranks)), result.stdout
+
+
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (2, 2, 1, 1), (2, 1, 2, 1)],
+    ids=["tp1pp1dp1", "tp2", "pp2", "dp2", "tp2pp2", "tp2dp2"],
+)
+def test_logprobs_gradients_and_export_equal_transformers(layout, models, tmp_path):
+    run_peers("dense", layout, models, tmp_path)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2, 2), (2, 1, 1, 2)], ids=["dp2ep2", "tp2ep2"])
+def test_experts_equal_transformers(layout, models, tmp_path):
+    run_peers("experts", layout, models, tmp_path)
+
+
+def test_what_cannot_work_is_refused_by_name(models, tmp_path):
+    run_peers("refuse", (1, 1, 1, 1), models, tmp_path)

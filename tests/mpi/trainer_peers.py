@@ -1,0 +1,225 @@
+"""What each trainer rank does in test_trainer.py: `trainer_peers.py SCENE TP PP DP EP MODELS RUN`."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from trainer_models import ENTROPY_WEIGHT, TEMPERATURE, Oracle, make_rows
+
+LARGE = 1.0e6
+"""Adam's first step is lr * g / (|g| + eps): with lr = eps = 1e6 it is the gradient itself."""
+
+
+class Scene:
+    """This rank in its layout, with the models of the test."""
+
+    def __init__(self) -> None:
+        from areal_hpc.mpi.world import load_mpi
+        from areal_hpc.trainer import parallel
+
+        self.comm = load_mpi()
+        self.rank = self.comm.Get_rank()
+        tp, pp, dp, ep = map(int, sys.argv[2:6])
+        self.models, self.run = Path(sys.argv[6]), Path(sys.argv[7])
+        port = self.comm.bcast(parallel.free_port() if self.rank == 0 else None)
+        self.place = parallel.start(
+            parallel.Layout(tp, pp, dp, ep), rank=self.rank, host="127.0.0.1", port=port, device="cpu", timeout_s=60.0
+        )
+
+    def engine(self, name: str, *, train: bool = True, **options):
+        from areal_hpc.config.schema import OptimizerConfig
+        from areal_hpc.trainer.megatron import MegatronTrainer
+        from areal_hpc.trainer.model import ModelOptions
+
+        optimizer = OptimizerConfig(lr=LARGE, eps=LARGE, weight_decay=0.0, clip_grad=0.0) if train else None
+        return MegatronTrainer(
+            self.place, self.models / name, ModelOptions(**options), temperature=TEMPERATURE, optimizer=optimizer,
+            total_updates=10,
+        )
+
+    def oracle(self, name: str) -> Oracle:
+        return Oracle(**torch.load(self.models / f"{name}.oracle", weights_only=False))
+
+    def share(self, vocab_size: int):
+        """(this dp rank's rows, their numbers, trained tokens of all rows)."""
+        from areal_hpc.trainer.batch import Row
+
+        everything = make_rows(vocab_size)
+        numbers = list(range(self.place.dp_rank, len(everything), self.place.layout.dp))
+        rows = [
+            Row(tokens, {"loss_mask": mask, "weight": weight})
+            for tokens, mask, weight in (everything[number] for number in numbers)
+        ]
+        return rows, numbers, sum(int(mask.sum()) for _, mask, _ in everything)
+
+
+def cut(num_rows: int, how: str) -> list[list[int]]:
+    """Micro-batches: `packed` two, the second with all but one row; `single` one row each."""
+    if how == "single":
+        return [[index] for index in range(num_rows)]
+    return [[0], list(range(1, num_rows)), []]
+
+
+def loss_function(denominator: float, seen: dict):
+    from areal_hpc.trainer.batch import unpack
+    from areal_hpc.trainer.objective import LossOutput
+
+    def loss(micro_batch, logprobs, entropies):
+        seen["logprobs"] |= unpack(micro_batch, logprobs)
+        seen["entropies"] |= unpack(micro_batch, entropies)
+        value = micro_batch.values["weight"] * logprobs + ENTROPY_WEIGHT * entropies
+        value = torch.where(micro_batch.loss_mask, value, 0.0)
+        return LossOutput(-value.sum() / denominator, {}, {})
+
+    return loss
+
+
+def close(name: str, found, expected, tolerance: float = 1.0e-4) -> None:
+    """Difference relative to the largest expected value."""
+    found, expected = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    assert found.shape == expected.shape, f"{name}: shape {found.shape}, expected {expected.shape}"
+    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0e-12))
+    assert error < tolerance, f"{name}: relative difference {error:.2e}"
+
+
+def check_weights(scene: Scene, engine, name: str) -> None:
+    """Loaded and exported again bit for bit, as announced; nothing missing, nothing twice."""
+    from safetensors.torch import load_file
+
+    expected = load_file(scene.models / name / "model.safetensors")
+    if name == "redundant-head":
+        del expected["lm_head.weight"]
+    exported = [(key, tensor.clone()) for key, tensor in engine.named_hf_tensors()]
+    announced = [(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in exported]
+    assert announced == engine.hf_metadata()
+    assert len(dict(exported)) == len(exported), "a weight is exported twice"
+    assert dict(exported).keys() == expected.keys(), dict(exported).keys() ^ expected.keys()
+    for key, tensor in exported:
+        assert torch.equal(tensor, expected[key]), f"{name}: {key} differs"
+
+
+def check_training(scene: Scene, engine, name: str, how: str) -> None:
+    """Log-probs, entropies, loss and every gradient against plain transformers and autograd."""
+    oracle = scene.oracle(name)
+    rows, numbers, denominator = scene.share(engine.hf.vocab_size)
+    micro_batches = cut(len(rows), how)
+    logprobs = engine.forward_logprobs(rows, micro_batches)
+    if scene.place.is_last_stage:
+        assert sorted(logprobs) == list(range(len(rows)))
+    for index, values in logprobs.items():
+        close(f"{name} log-probs of row {numbers[index]}", values, oracle.logprobs[numbers[index]])
+    before = {key: tensor.clone() for key, tensor in engine.named_hf_tensors()}
+    seen = {"logprobs": {}, "entropies": {}}
+    result = engine.train_minibatch(
+        rows, micro_batches, ["loss_mask", "weight"], loss_function(denominator, seen), entropy=True
+    )
+    for index, values in seen["entropies"].items():
+        close(f"{name} entropy of row {numbers[index]}", values, oracle.entropies[numbers[index]])
+    loss = scene.comm.allreduce(result.loss)
+    close(f"{name} loss", [loss], [oracle.loss])
+    after = dict(engine.named_hf_tensors())
+    found = {key: before[key] - after[key] for key in before}
+    missing = oracle.gradients.keys() ^ found.keys()
+    assert not missing, f"{name}: {missing}"
+    norm = float(torch.sqrt(sum(gradient.square().sum() for gradient in oracle.gradients.values())))
+    close(f"{name} gradient norm", [result.update.grad_norm], [norm])
+    for key, gradient in oracle.gradients.items():
+        close(f"{name} gradient of {key}", found[key], gradient)
+
+
+def check_skipped_update(scene: Scene, engine) -> None:
+    """A gradient that is not finite on one rank: nothing changes on any, and all count it."""
+    rows, numbers, denominator = scene.share(engine.hf.vocab_size)
+    poison = {"logprobs": {}, "entropies": {}}
+    plain = loss_function(denominator, poison)
+
+    def loss(micro_batch, logprobs, entropies):
+        output = plain(micro_batch, logprobs, entropies)
+        bad = 0 in {numbers[index] for index in micro_batch.rows}
+        return type(output)(output.loss * (float("nan") if bad else 1.0), output.sums, output.maxima)
+
+    before = {key: tensor.clone() for key, tensor in engine.named_hf_tensors()}
+    result = engine.train_minibatch(rows, cut(len(rows), "packed"), ["loss_mask", "weight"], loss, entropy=True)
+    assert result.update.skipped and engine.num_skipped == 1
+    assert all(torch.equal(before[key], tensor) for key, tensor in engine.named_hf_tensors())
+    good = engine.train_minibatch(
+        rows, cut(len(rows), "packed"), ["loss_mask", "weight"], plain, entropy=True
+    )
+    assert not good.update.skipped and np.isfinite(good.update.grad_norm)
+
+
+def dense(scene: Scene) -> None:
+    """Every dense family in this layout, packed; then the options."""
+    from areal_hpc.trainer.model import padded_vocab_size
+    from areal_hpc.trainer.parallel import Layout
+
+    layout = scene.place.layout
+    assert padded_vocab_size(151, 128, 2) == 256
+    for name in ("qwen2-tied", "qwen2-one-kv-head", "qwen3", "llama-tied", "llama-scaled-rope", "redundant-head"):
+        engine = scene.engine(name)
+        if name == "qwen2-tied" and scene.place.is_last_stage:
+            assert engine.module.vocab_size == 128 * -(-151 // (128 * layout.tp)) * layout.tp
+        check_weights(scene, engine, name)
+        check_training(scene, engine, name, "packed")
+    # Not packed: one sequence per micro-batch gives the same.
+    check_training(scene, scene.engine("qwen2-tied"), "qwen2-tied", "single")
+    check_training(scene, scene.engine("qwen3", recompute=True), "qwen3", "packed")
+    if layout.tp > 1:
+        for name in ("qwen2-one-kv-head", "qwen3"):
+            check_training(scene, scene.engine(name, sequence_parallel=True), name, "packed")
+        check_training(
+            scene, scene.engine("llama-tied", sequence_parallel=True, recompute=True), "llama-tied", "packed"
+        )
+    check_skipped_update(scene, scene.engine("qwen2-tied"))
+    if layout in (Layout(), Layout(tp=2)):
+        experts(scene)
+
+
+def experts(scene: Scene) -> None:
+    """A model with experts, which are spread over ranks."""
+    engine = scene.engine("qwen3-moe", sequence_parallel=scene.place.layout.tp > 1)
+    check_weights(scene, engine, "qwen3-moe")
+    check_training(scene, engine, "qwen3-moe", "packed")
+
+
+def refuse(scene: Scene) -> None:
+    """Layouts and models that cannot work are refused by name."""
+    from areal_hpc.config.errors import ConfigError
+    from areal_hpc.trainer.model import ModelOptions, check_model, read_hf_config
+    from areal_hpc.trainer.parallel import Layout
+
+    def message(layout: Layout, options: ModelOptions = ModelOptions(), **changes) -> str:
+        hf = read_hf_config(str(scene.models / "qwen2-tied"))
+        for key, value in changes.items():
+            setattr(hf, key, value)
+        try:
+            check_model(hf, layout, options)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert message(Layout()) == ""
+    assert "trainer.tp=2 does not divide the model's 9 attention heads" in message(Layout(tp=2), num_attention_heads=9)
+    assert "3 key-value heads" in message(Layout(tp=2), num_attention_heads=6, num_key_value_heads=3)
+    assert "trainer.pp=3 does not divide the model's 4 layers" in message(Layout(pp=3))
+    assert "intermediate size 97" in message(Layout(tp=2), intermediate_size=97)
+    assert "trainer.ep=2 needs a model with experts" in message(Layout(dp=2, ep=2))
+    assert "trainer.sequence_parallel=true needs trainer.tp > 1" in message(
+        Layout(), ModelOptions(sequence_parallel=True)
+    )
+    assert "sliding-window" in message(Layout(), use_sliding_window=True)
+    assert "hidden_act=gelu" in message(Layout(), hidden_act="gelu")
+
+
+SCENES = {"dense": dense, "experts": experts, "refuse": refuse}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scene = Scene()
+    SCENES[sys.argv[1]](scene)
+    from areal_hpc.trainer import parallel
+
+    scene.comm.Barrier()
+    parallel.stop()
+    print(f"rank {scene.rank} passed", flush=True)
