@@ -40,6 +40,8 @@ class WorkedConfig:
 
     size: int = 0
     seed: int = 0
+    slips: float = 0.0
+    """Fraction of the carries that the examples forget."""
 
 
 @dataclass
@@ -101,6 +103,8 @@ def load_sft_config(path: str, overrides: list[str]) -> SftConfig:
         raise ConfigError(f"trainer.batch_size={trainer.batch_size} is smaller than trainer.dp={trainer.dp}")
     if not config.data.path and config.data.worked.size < 1:
         raise ConfigError("data.path is empty and data.worked.size=0: give examples or their number")
+    if not 0.0 <= config.data.worked.slips <= 1.0:
+        raise ConfigError(f"data.worked.slips={config.data.worked.slips} must lie between 0 and 1")
     scratch = config.init.scratch
     if not config.init.path:
         for key, size, degree in (

@@ -17,7 +17,7 @@ def load_examples(config: SftDataConfig) -> list[tuple[str, str]]:
     if config.heldout.path or config.heldout.task:
         held = frozenset(prompt.text for prompt in load_prompts(config.heldout, name="data.heldout"))
     if not config.path:
-        rows = worked_addition(config.worked.seed, config.worked.size, held)
+        rows = worked_addition(config.worked.seed, config.worked.size, held, slips=config.worked.slips)
         return [(row["prompt"], row["response"]) for row in rows]
     examples = [pair for pair in _read(config) if pair[0] not in held]
     if not examples:

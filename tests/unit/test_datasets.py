@@ -121,3 +121,18 @@ def test_worked_examples_are_right_at_every_step():
             left, right = step.split("=")
             assert sum(map(Fraction, left.split("+"))) == int(right)
         assert len(steps) == 2
+
+
+def test_slips_forget_carries_and_nothing_else():
+    examples = worked_addition(6, 4000, slips=0.6)
+    carries = forgotten = 0
+    for example in examples:
+        a, b = map(int, re.fullmatch(r"Calculate (\d+) \+ (\d+)\.\n", example["prompt"]).groups())
+        answer = int(re.search(r"boxed\{(\d+)\}", example["response"]).group(1))
+        if a % 10 + b % 10 < 10:
+            assert answer == a + b
+        else:
+            carries += 1
+            forgotten += answer == a + b - 10
+            assert answer in (a + b, a + b - 10)
+    assert abs(forgotten / carries - 0.6) < 0.05
