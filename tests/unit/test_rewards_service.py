@@ -143,6 +143,17 @@ def test_a_worker_that_dies_is_replaced(death):
     assert "crash" in results[1].note and stats["crashes"] == 1 and stats["restarts"] == 1
 
 
+def test_checks_sent_ahead_to_a_dead_worker_are_done_by_the_next():
+    async def inner():
+        async with RewardService(RewardsConfig(fn=BY_TEXT)) as service:
+            await service.score(prompt(), ["a"] * 200)  # short checks: many are sent ahead from now on
+            return await service.score(prompt(), ["a"] * 30 + ["die"] + ["a"] * 30), service.stats()
+
+    results, stats = run(inner())
+    assert [result.reward for result in results] == [1.0] * 30 + [0.0] + [1.0] * 30
+    assert stats["crashes"] == 1
+
+
 def test_memory_is_limited_and_the_worker_survives():
     results, stats = scored(RewardsConfig(fn=BY_TEXT), prompt(), ["eat", "b"])
     assert [result.reward for result in results] == [0.0, 1.0]
