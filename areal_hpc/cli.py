@@ -40,7 +40,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest:
-        if any(item.startswith("-") or "=" not in item for item in rest) or not hasattr(arguments, "overrides"):
+        stray = any(item.startswith("-") or "=" not in item for item in rest)
+        if stray or not hasattr(arguments, "overrides"):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         arguments.overrides += rest
     return arguments
@@ -59,17 +60,32 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _configured(commands, "run", _run, "train on this machine (starts mpiexec itself)",
                 "areal-hpc run configs/quickstart.yaml run.total_steps=20")
+    submit = _configured(commands, "submit", _submit, "queue the run on a Slurm cluster as one heterogeneous job",
+                         "areal-hpc submit configs/quickstart.yaml launch.site=rehearsal --dry-run")
+    submit.add_argument("--dry-run", action="store_true", help="print batch script and node plan; needs no Slurm")
+    job = commands.add_parser("job", help="see, stop, requeue or cancel a submitted run",
+                              description="See, stop, requeue or cancel a submitted run.")
+    job.add_argument("action", choices=("status", "stop", "requeue", "cancel", "logs"),
+                     help="stop and requeue let the run save; cancel ends it")
+    job.add_argument("target", metavar="RUN", help="run folder or job id")
+    job.set_defaults(command=_job)
+    doctor = commands.add_parser("doctor", help="check a cluster: Slurm, MPI, packages, GPUs, filesystem",
+                                 description="Check a cluster, on this node or on the nodes of a short job.")
+    doctor.add_argument("config", nargs="?", help="YAML file whose paths, groups and site are checked too")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value")
+    doctor.add_argument("--job", action="store_true", help="also check on the nodes of a short job (needs CONFIG)")
+    doctor.set_defaults(command=_doctor)
     _configured(commands, "check", _check, "find mistakes in a configuration before a job is queued",
                 "areal-hpc check configs/quickstart.yaml trainer.tp=2")
     _configured(commands, "sft", _sft, "train a starting model on prompt/response examples",
                 "areal-hpc sft configs/quickstart_sft.yaml output=models/mine")
     plan = _configured(commands, "plan", _plan, "memory per rank, and the speed of every split of the nodes",
-                       "areal-hpc plan configs/quickstart.yaml groups.rollout.nodes=3 --from runs/quickstart\n"
+                       "areal-hpc plan big.yaml groups.rollout.nodes=3 --from runs/quickstart\n"
                        "  areal-hpc plan big.yaml run.device=cuda --model-size 7B --gpu-memory-gib 64")
-    plan.add_argument("--from", dest="from_run", metavar="RUN", help="take rates and lengths from this run's folder")
-    plan.add_argument("--model-size", metavar="SIZE", help="a size (1.5B, 7B, ...) where model.path is elsewhere")
+    plan.add_argument("--from", dest="from_run", metavar="RUN", help="take rates and lengths from this run")
+    plan.add_argument("--model-size", metavar="SIZE", help="1.5B, 7B, ... where model.path is elsewhere")
     plan.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="memory of one GPU (default 80)")
-    plan.add_argument("--answer-tokens", type=float, metavar="N", help="mean answer (default: a fifth of the limit)")
+    plan.add_argument("--answer-tokens", type=float, metavar="N", help="mean answer (a fifth of the limit)")
     plan.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -99,6 +115,24 @@ def _run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.local import run_local
 
     return run_local(arguments.config, arguments.overrides)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.submit import run_submit
+
+    return run_submit(arguments.config, arguments.overrides, dry_run=arguments.dry_run)
+
+
+def _job(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.status import run_job_command
+
+    return run_job_command(arguments.action, arguments.target)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.doctor import run_doctor
+
+    return run_doctor(arguments.config, arguments.overrides, job=arguments.job)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ and by benchmarks that compare the prediction with the run.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,8 @@ from areal_hpc.plan.lengths import Empirical
 from areal_hpc.plan.memory import engine_slots, memory_limit, rollout_memory
 from areal_hpc.plan.rates import estimate_rates
 from areal_hpc.plan.shape import ModelShape, find_shape
-from areal_hpc.plan.system import Rates, Result
 from areal_hpc.plan.splits import Workload, simulate, system_of
+from areal_hpc.plan.system import Rates, Result
 
 MAX_SHARDS = 64
 """Shards read for lengths, spread evenly over the run."""
@@ -62,7 +63,9 @@ class Calibration:
 
     def rates_of(self, trainer_ranks: int) -> Rates:
         """The same with a trainer of another size, whose tokens/s grow with its ranks."""
-        return replace(self.rates, train_tokens_s=self.rates.train_tokens_s * trainer_ranks / self.trainer_ranks)
+        return replace(
+            self.rates, train_tokens_s=self.rates.train_tokens_s * trainer_ranks / self.trainer_ranks
+        )
 
     def predict(self, config: Config | None = None) -> Result:
         """The simulation of `config`, or of the measured run itself."""
@@ -100,7 +103,9 @@ def calibrate(folder: Path, shape: ModelShape | None = None) -> Calibration:
     guess = (rates.decode_base_s, rates.decode_seq_s)
     base, per_sequence, apart = fit_decode(intervals, guess, str(folder))
     if not apart:
-        notes.append("batches were all alike: how a decode step divides into base and sequences is an estimate")
+        notes.append(
+            "batches were all alike: how a decode step divides into base and sequences is an estimate"
+        )
     # The intervals hold the prefill of new prompts too, which the simulation adds by itself.
     prefill = prompt_tokens / (config.rollout.group_size * lengths.mean * rates.prefill_tokens_s)
     rates = replace(rates, decode_base_s=base, decode_seq_s=max(0.0, per_sequence - prefill), decode_kv_s=0.0)
@@ -148,7 +153,8 @@ def fit_decode(
     usable = np.array([row for row in intervals if min(row) > 0], dtype=float).reshape(-1, 3)
     if len(usable) < 3:
         raise ConfigError(
-            f"--from={run}: {len(usable)} seconds of generation were measured, too few: let the run generate longer"
+            f"--from={run}: {len(usable)} seconds of generation were measured, too few: "
+            "let the run generate longer"
         )
     seconds, tokens, running = usable.T
     design = np.stack([tokens / running, tokens], axis=1)
@@ -183,7 +189,7 @@ def measured_speed(steps: list[dict[str, Any]]) -> float:
     A step whose number does not follow the one before belongs to another life of the run.
     """
     tokens = seconds = 0.0
-    for before, step in zip(steps, steps[1:]):
+    for before, step in itertools.pairwise(steps):
         if step["train_step"] == before["train_step"] + 1:
             tokens += step["num_tokens"]
             seconds += step["t"] + step["d"] - before["t"] - before["d"]
@@ -212,14 +218,18 @@ def _steps(trainer: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Spans of training steps without the first."""
     steps = [event for event in trainer if event.get("s") == "train.step" and "num_tokens" in event]
     if len(steps) < WARMUP_STEPS + 3:
-        raise ConfigError(f"--from: the run finished {len(steps)} training steps; at least {WARMUP_STEPS + 3} are needed")
+        raise ConfigError(
+            f"--from: the run finished {len(steps)} training steps; at least {WARMUP_STEPS + 3} are needed"
+        )
     return steps[WARMUP_STEPS:]
 
 
 def _intervals(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float, float]]:
     """(seconds, tokens, running sequences) between two gauges of one engine, updates left out."""
     events = list(events)
-    updates = [(event["t"], event["t"] + event["d"]) for event in events if event.get("s") == "rollout.update"]
+    updates = [
+        (event["t"], event["t"] + event["d"]) for event in events if event.get("s") == "rollout.update"
+    ]
     readings: list[tuple[float, float, float]] = []
     tokens = None
     for event in events:
@@ -228,14 +238,18 @@ def _intervals(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float,
         elif event.get("c") == "rollout.running" and tokens is not None:
             readings.append((event["t"], tokens, event["v"]))
             tokens = None
-    for (begin, before, running), (end, after, still) in zip(readings, readings[1:]):
+    for (begin, before, running), (end, after, still) in itertools.pairwise(readings):
         interrupted = any(start < end and stop > begin for start, stop in updates)
         if not interrupted and running > 0 and still > 0 and end - begin <= MAX_GAP_S:
             yield end - begin, after - before, (running + still) / 2
 
 
-def _publication(config: Config, rates: Rates, trainer: list, rollouts: list[list], notes: list[str]) -> Rates:
-    totals = [event["total_s"] for event in trainer if event.get("s") == "weights.publish" and "total_s" in event]
+def _publication(
+    config: Config, rates: Rates, trainer: list, rollouts: list[list], notes: list[str]
+) -> Rates:
+    totals = [
+        event["total_s"] for event in trainer if event.get("s") == "weights.publish" and "total_s" in event
+    ]
     pauses: dict[int, list[float]] = defaultdict(list)
     # A drain waits for answers, which the simulation does by itself.
     drains = config.rollout.on_update is OnUpdate.drain
@@ -264,8 +278,8 @@ def _scoring(rates: Rates, rollouts: list[list], notes: list[str]) -> Rates:
 
 def _lengths(paths: RunPaths) -> tuple[Empirical, int]:
     """Answers of the spool's groups, and the mean prompt."""
-    from areal_hpc.spool.shard import read_index
     from areal_hpc.spool.schema import ShardError
+    from areal_hpc.spool.shard import read_index
 
     shards = sorted(paths.spool.glob("*/*.h5"))
     chosen = shards[:: max(1, -(-len(shards) // MAX_SHARDS))]

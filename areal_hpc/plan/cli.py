@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from areal_hpc.config.load import ConfigError, load_config
-from areal_hpc.config.schema import Config, Device, Mode
+from areal_hpc.config.schema import Config, Device
 from areal_hpc.plan import memory as sizes
 from areal_hpc.plan.calibrate import Calibration, calibrate
 from areal_hpc.plan.lengths import Lengths
 from areal_hpc.plan.memory import GIB, RankMemory
 from areal_hpc.plan.rates import estimate_rates, guess_lengths, guess_prompt_tokens, hardware_of
 from areal_hpc.plan.shape import ModelShape, find_shape
+from areal_hpc.plan.splits import (
+    RatesOf,
+    Split,
+    Workload,
+    best_split,
+    simulate_colocated,
+    simulate_splits,
+    speed,
+)
 from areal_hpc.plan.system import Rates, Result
-from areal_hpc.plan.splits import RatesOf, Split, Workload, best_split, simulate_colocated, simulate_splits
 from areal_hpc.plan.tables import Report, Table
+
+CLOSE = 0.97
 
 
 @dataclass(frozen=True)
@@ -109,16 +119,23 @@ def _describe(report: Report, config: Config, shape: ModelShape, assumed: Assump
         f"{config.run.mode.value}, eta {config.algorithm.max_staleness}, "
         f"{config.trainer.batch_size:,} trajectories a step, {config.run.total_steps:,} steps"
     )
-    report.line(f"answers of {mean:,.0f} tokens on average, {longest:,} at most; prompts of {assumed.prompt_tokens}")
     report.line(
-        f"rates {assumed.source}: decode step {1e3 * rates.decode_base_s:.2f} ms + {1e6 * rates.decode_seq_s:.1f} us "
-        f"per sequence + {1e9 * rates.decode_kv_s:.2f} ns per cached token; prefill {rates.prefill_tokens_s:,.0f} "
-        f"tokens/s per engine; trainer {rates.train_tokens_s:,.0f} tokens/s + {rates.train_step_s:.2f} s a step; "
+        f"answers of {mean:,.0f} tokens on average, {longest:,} at most; prompts of {assumed.prompt_tokens}"
+    )
+    report.line(
+        f"rates {assumed.source}: decode step {1e3 * rates.decode_base_s:.2f} ms + "
+        f"{1e6 * rates.decode_seq_s:.1f} us per sequence + {1e9 * rates.decode_kv_s:.2f} ns per cached "
+        "token; "
+        f"prefill {rates.prefill_tokens_s:,.0f} tokens/s per engine; trainer "
+        f"{rates.train_tokens_s:,.0f} tokens/s + {rates.train_step_s:.2f} s a step; "
         f"new weights {rates.stage_s:.2f} s beside generation + {rates.load_s:.2f} s pause"
     )
     report.data |= {
         "model": {"name": shape.name, "parameters": shape.parameters},
-        "rates": {"source": assumed.source, **{name: getattr(rates, name) for name in rates.__dataclass_fields__}},
+        "rates": {
+            "source": assumed.source,
+            **{name: getattr(rates, name) for name in rates.__dataclass_fields__},
+        },
         "lengths": {"mean": mean, "max": longest, "prompt": assumed.prompt_tokens},
     }
 
@@ -126,7 +143,8 @@ def _describe(report: Report, config: Config, shape: ModelShape, assumed: Assump
 def _memory_table(report: Report, config: Config, *ranks: RankMemory) -> None:
     names = list(dict.fromkeys(name for rank in ranks for name in rank.parts))
     rows = [
-        [name, *(f"{rank.parts[name] / GIB:.2f}" if name in rank.parts else "" for rank in ranks)] for name in names
+        [name, *(f"{rank.parts[name] / GIB:.2f}" if name in rank.parts else "" for rank in ranks)]
+        for name in names
     ]
     rows.append(["total", *(f"{rank.total / GIB:.2f}" for rank in ranks)])
     rows.append(["available", *(f"{rank.limit / GIB:.2f}" for rank in ranks)])
@@ -143,15 +161,18 @@ def _memory_table(report: Report, config: Config, *ranks: RankMemory) -> None:
             report.line(f"{rank.role}: the KV cache of an engine holds {rank.kv_tokens:,} tokens")
     groups = config.groups
     if not on_gpu and groups.trainer.nodes == groups.rollout.nodes == 1:
-        whole = sum(rank.total * group.ranks for rank, group in zip(ranks, (groups.trainer, groups.rollout)))
+        whole = sum(
+            rank.total * group.ranks
+            for rank, group in zip(ranks, (groups.trainer, groups.rollout), strict=True)
+        )
         report.line(f"all ranks on one machine: {whole / GIB:.2f} GiB")
     if on_gpu:
         # An engine takes what memory there is: its device follows from the trainer's need alone.
         report.line(f"smallest device for the trainer: {sizes.smallest_device(ranks[0].total)}")
     report.data["memory"] = {
         rank.role: {
-            "parts_bytes": rank.parts, "total_bytes": rank.total, "limit_bytes": rank.limit, "fits": rank.fits,
-            "advice": rank.advice, "host_bytes": rank.host, "kv_tokens": rank.kv_tokens,
+            "parts_bytes": rank.parts, "total_bytes": rank.total, "limit_bytes": rank.limit,
+            "fits": rank.fits, "advice": rank.advice, "host_bytes": rank.host, "kv_tokens": rank.kv_tokens,
         }
         for rank in ranks
     }  # fmt: skip
@@ -167,14 +188,21 @@ def _split_table(report: Report, config: Config, splits: list[Split], slots: int
             marked.add(index)
         rows.append([f"{split.trainer_nodes} + {split.rollout_nodes}", *_cells(config, split), mark])
         data.append(_split_data(config, split, split is best))
-    columns = ["nodes", "dp", "engines", "async tok/s", "sync tok/s", "ratio", "stale mean/max", "trainer busy",
-               "rollout busy", "slots", "hours", "node-hours", ""]  # fmt: skip
+    columns = ["nodes", "dp", "engines", "async tok/s", "sync tok/s", "ratio", "stale mean/max",
+               "trainer busy", "rollout busy", "slots", "hours", "node-hours", ""]  # fmt: skip
     title = "trainer + rollout nodes (tok/s: answer tokens trained)"
     report.table(Table(title, columns, rows, frozenset(marked)))
+    close = [f"{split.trainer_nodes} + {split.rollout_nodes}" for split in splits
+             if best and split.synchronous and split is not best
+             and speed(split) > CLOSE * speed(best)]  # fmt: skip
+    if close:
+        report.line(
+            f"within {1 - CLOSE:.0%} of the best, less than the simulation can tell apart: {', '.join(close)}"
+        )
     report.line(f"engines hold {slots} sequences at once")
     report.line(
-        f"for comparison, taking turns on all nodes (colocated, synchronous): {colocated.tokens_per_s:,.0f} tok/s, "
-        f"{colocated.hours(config.run.total_steps):.2f} hours"
+        f"for comparison, taking turns on all nodes (colocated, synchronous): "
+        f"{colocated.tokens_per_s:,.0f} tok/s, {colocated.hours(config.run.total_steps):.2f} hours"
     )
     report.data |= {"slots": slots, "splits": data, "colocated_sync_tokens_per_s": colocated.tokens_per_s}
 

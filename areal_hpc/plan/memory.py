@@ -133,7 +133,9 @@ def _activations(config: Config, shape: ModelShape, tokens: int, layers: float, 
     whole = 6 * shape.hidden / (tp if config.trainer.sequence_parallel else 1)
     # The layers used on CPU fuse less: they keep the activated gate, and padded copies for attention.
     queries, pairs, feed_forward = (6, 4, 4) if config.run.device is Device.cpu else (3, 3, 3)
-    split = (queries * shape.heads + pairs * shape.kv_heads) * shape.head_dim + feed_forward * shape.ffn * visits
+    split = (
+        queries * shape.heads + pairs * shape.kv_heads
+    ) * shape.head_dim + feed_forward * shape.ffn * visits
     layer = tokens * width * (whole + split / tp)
     if not config.trainer.recompute:
         return in_flight * layers * layer
@@ -191,7 +193,11 @@ def rollout_memory(config: Config, shape: ModelShape, limit: int) -> RankMemory:
     parts["KV cache"] = max(0, cache)
     kv_tokens = max(0, cache) // token
     return RankMemory(
-        "rollout", parts, limit, _rollout_advice(config, parts, limit, kv_tokens), kv_tokens=kv_tokens,
+        "rollout",
+        parts,
+        limit,
+        _rollout_advice(config, parts, limit, kv_tokens),
+        kv_tokens=kv_tokens,
         host=0 if on_cpu else stage,
     )
 
@@ -200,7 +206,10 @@ def _rollout_advice(config: Config, parts: dict[str, int], limit: int, kv_tokens
     context = config.model.max_context
     if config.run.device is Device.cpu:
         if sum(parts.values()) > USABLE[Device.cpu] * limit:
-            return "lower rollout.kv_cache_gib or rollout.max_num_seqs, or give groups.rollout fewer ranks_per_node"
+            return (
+                "lower rollout.kv_cache_gib or rollout.max_num_seqs, or give groups.rollout "
+                "fewer ranks_per_node"
+            )
         if kv_tokens < context:
             return (
                 f"KV cache: {kv_tokens:,} tokens are fewer than model.max_context={context:,}: "
@@ -210,7 +219,8 @@ def _rollout_advice(config: Config, parts: dict[str, int], limit: int, kv_tokens
     if kv_tokens < context:
         return (
             f"KV cache: {kv_tokens:,} tokens are fewer than model.max_context={context:,}: raise "
-            "rollout.tensor_parallel, lower rollout.max_num_batched_tokens or max_num_seqs, or model.max_context"
+            "rollout.tensor_parallel, lower rollout.max_num_batched_tokens or max_num_seqs, or "
+            "model.max_context"
         )
     return ""
 

@@ -107,7 +107,11 @@ def train_flops(config: Config, shape: ModelShape, lengths: Lengths, prompt_toke
 
 
 def estimate_rates(
-    config: Config, shape: ModelShape, lengths: Lengths, prompt_tokens: int, trainer_ranks: int,
+    config: Config,
+    shape: ModelShape,
+    lengths: Lengths,
+    prompt_tokens: int,
+    trainer_ranks: int,
     hardware: Hardware | None = None,
 ) -> Rates:
     """Costs of an engine and of a trainer of `trainer_ranks` ranks."""
@@ -126,7 +130,9 @@ def estimate_rates(
         decode_seq_s=hardware.decode_seq_s + 2 * shape.active_parameters / engine_flops,
         decode_kv_s=shape.kv_bytes(width) / engine_bandwidth,
         prefill_tokens_s=engine_flops / shape.forward_flops(context),
-        train_tokens_s=hardware.flops * trainer_units * hardware.train_part
+        train_tokens_s=hardware.flops
+        * trainer_units
+        * hardware.train_part
         / train_flops(config, shape, lengths, prompt_tokens),
         train_step_s=hardware.batch_s + hardware.optimizer_s * config.algorithm.minibatches,
         stage_s=weight_bytes / hardware.network,

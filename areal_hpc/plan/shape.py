@@ -108,7 +108,9 @@ def find_shape(config: Config, model_size: str | None) -> ModelShape:
 
 def named_shape(size: str) -> ModelShape:
     if size not in _SIZES:
-        raise ConfigError(f"--model-size={size} is not one of {', '.join(_SIZES)}; or set model.path to a folder")
+        raise ConfigError(
+            f"--model-size={size} is not one of {', '.join(_SIZES)}; or set model.path to a folder"
+        )
     hidden, layers, heads, kv_heads, ffn, vocab, tied = _SIZES[size]
     return ModelShape(size, hidden, layers, heads, kv_heads, 128 if hidden > 896 else 64, ffn, vocab, tied)
 

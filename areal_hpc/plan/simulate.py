@@ -65,13 +65,19 @@ class _Engine:
 
 class Simulation:
     """`trace`, if given, receives (time, event, value) of all that the invariants speak of:
-    admit (trajectories so far), train (step), trained (version), live (version)."""
+    admit (trajectories so far), discard (trajectories), train (step), trained (version), live (version)."""
 
     def __init__(
-        self, system: System, lengths: Lengths, seed: int = 0, trace: list[tuple[float, str, int]] | None = None
+        self,
+        system: System,
+        lengths: Lengths,
+        seed: int = 0,
+        trace: list[tuple[float, str, int]] | None = None,
     ) -> None:
         if system.batch_size % system.group_size:
-            raise ValueError(f"batch of {system.batch_size} is no multiple of the group size {system.group_size}")
+            raise ValueError(
+                f"batch of {system.batch_size} is no multiple of the group size {system.group_size}"
+            )
         self._system, self._rates, self._lengths = system, system.rates, lengths
         self._rng = np.random.default_rng(seed)
         self._trace = trace
@@ -82,7 +88,8 @@ class Simulation:
         self._under_way: Counter[int] = Counter()
         """Groups by the version they were granted under."""
         self._ready: list[tuple[int, int, _Group]] = []
-        self._admitted = 0
+        self._num_groups = self._admitted = self._discarded = 0
+        self._discarded_tokens = 0
         self._trained_version = self._live_version = 0
         self._training = self._publishing = self._saving = False
         self._num_updating = 0
@@ -99,8 +106,14 @@ class Simulation:
         """
         self._target = num_steps
         self._grant(self._engines)
-        handlers = {"finish": self._finish, "ready": self._group_ready, "trained": self._trained,
-                    "staged": self._staged, "updated": self._updated, "saved": self._saved}
+        handlers = {
+            "finish": self._finish,
+            "ready": self._group_ready,
+            "trained": self._trained,
+            "staged": self._staged,
+            "updated": self._updated,
+            "saved": self._saved,
+        }
         while self._trained_version < num_steps:
             self._now, _, kind, index, stamp = heapq.heappop(self._events)
             handlers[kind](index, stamp)
@@ -142,8 +155,8 @@ class Simulation:
             self._schedule(engine)
 
     def _admit(self, engine: _Engine) -> None:
-        size = self._system.group_size
-        ordinal = self._admitted // size
+        size, ordinal = self._system.group_size, self._num_groups
+        self._num_groups += 1
         self._groups[ordinal] = _Group(ordinal, engine.index, self._live_version, size)
         self._under_way[self._live_version] += 1
         engine.groups += 1
@@ -247,21 +260,37 @@ class Simulation:
         system, version = self._system, self._trained_version
         needed = system.batch_size // system.group_size
         busy = self._training or self._saving or (system.trainer_waits and self._publishing)
-        if busy or len(self._ready) < needed or version == self._target:
+        if busy or version == self._target:
+            return
+        if system.bounded:
+            self._discard_older(version - system.eta)
+        if len(self._ready) < needed:
             return
         oldest = min((granted for granted, count in self._under_way.items() if count), default=None)
-        if system.hold and oldest is not None and version + 1 - oldest > system.eta:
+        if system.bounded and oldest is not None and version + 1 - oldest > system.eta:
             return
         batch = [heapq.heappop(self._ready)[2] for _ in range(needed)]
         tokens = sum(group.tokens for group in batch)
         ages = [version - started for group in batch for started in group.started]
-        seconds = self._rates.train_step_s + (
-            tokens + system.batch_size * system.prompt_tokens
-        ) / self._rates.train_tokens_s
+        seconds = (
+            self._rates.train_step_s
+            + (tokens + system.batch_size * system.prompt_tokens) / self._rates.train_tokens_s
+        )
         self._steps.append(Step(self._now, self._now + seconds, tokens, sum(ages), max(ages)))
         self._training = True
         self._note("train", len(self._steps))
         self._push(self._now + seconds, "trained")
+
+    def _discard_older(self, version: int) -> None:
+        """Leave out ready groups that are older; their places are given to others."""
+        size, before = self._system.group_size, self._discarded
+        while self._ready and self._ready[0][0] < version:
+            self._discarded_tokens += heapq.heappop(self._ready)[2].tokens
+            self._discarded += size
+            self._admitted -= size
+            self._note("discard", size)
+        if self._discarded > before:
+            self._grant(self._engines)
 
     def _trained(self, *_: int) -> None:
         self._training = False
@@ -346,7 +375,10 @@ class Simulation:
         unused = sum(
             length - (end - engine.steps) for engine in self._engines for end, length, _ in engine.running
         )
-        unused += sum(group.tokens for group in self._groups.values()) + sum(group.tokens for _, _, group in self._ready)
+        unused += sum(group.tokens for group in self._groups.values()) + sum(
+            group.tokens for _, _, group in self._ready
+        )
+        unused += self._discarded_tokens
         # The last prefill may reach beyond the end.
         busy = sum(engine.busy_s - max(0.0, engine.clock - self._now) for engine in self._engines)
         engine_seconds = self._now * len(self._engines)
@@ -357,6 +389,7 @@ class Simulation:
             mean_tokens=self._lengths.mean,
             generated_tokens=sum(engine.tokens for engine in self._engines),
             unused_tokens=unused,
+            discarded=self._discarded,
             trainer_busy=self._train_busy_s / self._now,
             rollout_busy=max(0.0, busy) / engine_seconds,
             slots_filled=sum(engine.slot_s for engine in self._engines) / engine_seconds / self._system.slots,

@@ -51,7 +51,10 @@ class Split:
 
 
 def simulate_splits(
-    config: Config, workload: Workload, rates_of: RatesOf, trainer_memory_of: Callable[[int], RankMemory],
+    config: Config,
+    workload: Workload,
+    rates_of: RatesOf,
+    trainer_memory_of: Callable[[int], RankMemory],
     nodes: int | None = None,
 ) -> list[Split]:
     """All divisions of `nodes` (the configuration's trainer and rollout nodes) into two groups."""
@@ -72,8 +75,13 @@ def simulate_splits(
 
 
 def simulate_split(
-    config: Config, workload: Workload, rates_of: RatesOf, trainer_memory_of: Callable[[int], RankMemory],
-    trainer_nodes: int, rollout_nodes: int, scale: int = 1,
+    config: Config,
+    workload: Workload,
+    rates_of: RatesOf,
+    trainer_memory_of: Callable[[int], RankMemory],
+    trainer_nodes: int,
+    rollout_nodes: int,
+    scale: int = 1,
 ) -> Split:
     groups, trainer = config.groups, config.trainer
     ranks = trainer_nodes * groups.trainer.ranks_per_node
@@ -82,7 +90,9 @@ def simulate_split(
     configured = (trainer_nodes, rollout_nodes) == (groups.trainer.nodes, groups.rollout.nodes)
     split = Split(trainer_nodes, rollout_nodes, dp, engines, configured)
     if rest or not dp:
-        return replace(split, problem=f"trainer.tp*pp={trainer.tp * trainer.pp} does not divide {ranks} ranks")
+        return replace(
+            split, problem=f"trainer.tp*pp={trainer.tp * trainer.pp} does not divide {ranks} ranks"
+        )
     memory = trainer_memory_of(dp)
     if not memory.fits:
         return replace(split, problem=f"trainer does not fit: {memory.advice}")

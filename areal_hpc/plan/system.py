@@ -50,8 +50,8 @@ class System:
     """Steps between checkpoints; 0 saves none."""
     queue_factor: float = 1.5
     """Sequences granted to an engine over its slots, counted in groups that are not ready yet."""
-    hold: bool = True
-    """No batch is formed that would leave a group under way older than eta."""
+    bounded: bool = True
+    """No batch is formed that would leave a group under way older than eta, and none is trained."""
     drain: bool = False
     """Engines finish their answers before they load; else they are interrupted."""
     recompute_kv: bool = True
@@ -86,7 +86,9 @@ class Result:
     """Mean answer that the lengths promise; a short sample's batches may lie above or below."""
     generated_tokens: float
     unused_tokens: float
-    """Generated but not trained on: ready, or in answers still being written."""
+    """Generated but not trained on: ready, discarded, or in answers still being written."""
+    discarded: int
+    """Trajectories that were too old to train on."""
     trainer_busy: float
     """Fraction of the time in which the trainer computed."""
     rollout_busy: float

@@ -47,8 +47,10 @@ class Report:
             widths = [max(len(row[column]) for row in cells) for column in range(len(part.columns))]
             print(f"\n{part.title}", file=out)
             for row in cells:
-                first, *rest = (cell.ljust(width) if not index else cell.rjust(width)
-                                for index, (cell, width) in enumerate(zip(row, widths, strict=True)))
+                first, *rest = (
+                    cell.ljust(width) if not index else cell.rjust(width)
+                    for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+                )
                 print("  " + "  ".join([first, *rest]).rstrip(), file=out)
 
     def _print_rich(self, out: TextIO) -> None:

@@ -38,7 +38,9 @@ def made_run(root: Path, *, steps: int = 12, skip: tuple[str, ...] = ()) -> Path
     (root / "model").mkdir(parents=True)
     (root / "model" / "config.json").write_text(json.dumps(MODEL))
     config_file = root / "given.yaml"
-    config_file.write_text(f"model: {{path: {root}/model}}\nrollout: {{group_size: 4}}\ntrainer: {{batch_size: 16}}\n")
+    config_file.write_text(
+        f"model: {{path: {root}/model}}\nrollout: {{group_size: 4}}\ntrainer: {{batch_size: 16}}\n"
+    )
     run = root / "run"
     (run / "telemetry").mkdir(parents=True)
     save_config(load_config(config_file), run / "config.yaml")
@@ -94,13 +96,20 @@ def test_a_run_gives_back_its_rates(tmp_path):
     assert found.rates.reward_s == pytest.approx(0.02)
     assert found.prompt_tokens == 10
     assert found.lengths.mean == pytest.approx(np.mean([20 + 10 * n + g for g in range(8) for n in range(4)]))
-    assert found.rates_of(8).train_tokens_s == pytest.approx(8 * found.rates.train_tokens_s / found.trainer_ranks)
+    assert found.rates_of(8).train_tokens_s == pytest.approx(
+        8 * found.rates.train_tokens_s / found.trainer_ranks
+    )
     assert found.tokens_per_s > 0 and found.predict().tokens_per_s > 0
 
 
-@pytest.mark.parametrize("skip,words", [
-    ("trainer", "trainer-00000.jsonl"), ("rollout", "rollout-"), ("spool", "no readable shard"),
-])
+@pytest.mark.parametrize(
+    "skip,words",
+    [
+        ("trainer", "trainer-00000.jsonl"),
+        ("rollout", "rollout-"),
+        ("spool", "no readable shard"),
+    ],
+)
 def test_what_is_missing_is_named(tmp_path, skip, words):
     with pytest.raises(ConfigError, match=words):
         calibrate(made_run(tmp_path, skip=(skip,)))

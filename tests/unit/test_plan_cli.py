@@ -37,7 +37,12 @@ def planned(config_file: str, *overrides: str, code: int = 0, **options) -> dict
 
 def test_every_split_is_simulated_and_the_best_marked(config_file):
     splits = planned(config_file)["splits"]
-    assert [(split["trainer_nodes"], split["rollout_nodes"]) for split in splits] == [(1, 4), (2, 3), (3, 2), (4, 1)]
+    assert [(split["trainer_nodes"], split["rollout_nodes"]) for split in splits] == [
+        (1, 4),
+        (2, 3),
+        (3, 2),
+        (4, 1),
+    ]
     best = [split for split in splits if split["best"]]
     fastest = max(splits, key=lambda split: split["async"]["tokens_per_s"])
     assert best == [fastest]

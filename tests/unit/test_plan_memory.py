@@ -8,13 +8,21 @@ from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import Config, Device
 from areal_hpc.launch.preflight import count_parameters
 from areal_hpc.plan.lengths import LogNormal
-from areal_hpc.plan.memory import GIB, engine_slots, memory_limit, rollout_memory, smallest_device, trainer_memory
+from areal_hpc.plan.memory import (
+    GIB,
+    engine_slots,
+    memory_limit,
+    rollout_memory,
+    smallest_device,
+    trainer_memory,
+)
 from areal_hpc.plan.rates import H800, estimate_rates, train_flops
 from areal_hpc.plan.shape import find_shape, named_shape, read_shape
 
 MOE = {
-    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 999, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2,
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 999, "moe_intermediate_size": 48, "num_experts": 8,
+    "num_experts_per_tok": 2,
     "vocab_size": 512,
 }  # fmt: skip
 DENSE = {
@@ -32,9 +40,18 @@ def config(**trainer) -> Config:
     return made
 
 
-@pytest.mark.parametrize("size,billions", [
-    ("0.5B", 0.494), ("1.5B", 1.54), ("3B", 3.09), ("7B", 7.62), ("14B", 14.77), ("32B", 32.76), ("72B", 72.7),
-])
+@pytest.mark.parametrize(
+    "size,billions",
+    [
+        ("0.5B", 0.494),
+        ("1.5B", 1.54),
+        ("3B", 3.09),
+        ("7B", 7.62),
+        ("14B", 14.77),
+        ("32B", 32.76),
+        ("72B", 72.7),
+    ],
+)
 def test_named_sizes_have_their_published_parameters(size, billions):
     assert named_shape(size).parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
@@ -96,11 +113,14 @@ def test_the_first_stage_holds_the_micro_batches_in_flight():
     assert trainer_memory(config(pp=4), shape, 80 * GIB).parts["activations"] == alone
 
 
-@pytest.mark.parametrize("size,dtype,layout,words", [
-    ("72B", "bfloat16", {}, "trainer.tp"),
-    ("1.5B", "bfloat16", {"micro_batch_tokens": 65536}, "micro_batch_tokens"),
-    ("7B", "bfloat16", {"tp": 8, "micro_batch_tokens": 262144, "recompute": False}, "recompute=true"),
-])
+@pytest.mark.parametrize(
+    "size,dtype,layout,words",
+    [
+        ("72B", "bfloat16", {}, "trainer.tp"),
+        ("1.5B", "bfloat16", {"micro_batch_tokens": 65536}, "micro_batch_tokens"),
+        ("7B", "bfloat16", {"tp": 8, "micro_batch_tokens": 262144, "recompute": False}, "recompute=true"),
+    ],
+)
 def test_what_does_not_fit_says_what_to_change(size, dtype, layout, words):
     memory = trainer_memory(config(**layout), named_shape(size), 80 * GIB)
     assert not memory.fits and words in memory.advice

@@ -18,8 +18,8 @@ from areal_hpc.config.schema import Config, Device
 from areal_hpc.plan.rates import estimate_rates, guess_lengths
 from areal_hpc.plan.shape import named_shape
 from areal_hpc.plan.simulate import Simulation
-from areal_hpc.plan.system import Rates, Result
 from areal_hpc.plan.splits import Workload, simulate_colocated, system_of
+from areal_hpc.plan.system import Rates, Result
 
 PROMPT_TOKENS = 256
 STORAGE_S = 3.0
@@ -58,7 +58,7 @@ def asynchronous(eta: int, nodes: int = 16, seed: int = 0, steps: int = 20, **ch
     workload = Workload(lengths, PROMPT_TOKENS, config.rollout.max_num_seqs)
     groups = config.groups
     system = system_of(config, workload, rates_of(config, groups.trainer.ranks), groups.rollout.ranks)
-    system = replace(system, trainer_waits=False, hold=False, **changes)
+    system = replace(system, trainer_waits=False, bounded=False, **changes)
     return Simulation(system, lengths, seed).run(steps)
 
 

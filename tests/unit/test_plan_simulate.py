@@ -20,7 +20,9 @@ RATES = Rates(
 
 
 def system(**changes) -> System:
-    given_values = dict(num_engines=4, slots=32, group_size=4, batch_size=64, eta=2, prompt_tokens=50, rates=RATES)
+    given_values = dict(
+        num_engines=4, slots=32, group_size=4, batch_size=64, eta=2, prompt_tokens=50, rates=RATES
+    )
     return System(**(given_values | changes))
 
 
@@ -47,7 +49,9 @@ def test_sync_step_of_constant_lengths_takes_its_closed_form():
 
 def test_decoding_matches_a_loop_over_tokens():
     """One engine, fewer slots than answers: every token is walked through by the oracle."""
-    rates = replace(RATES, reward_s=0.0, commit_s=0.0, train_step_s=0.0, train_tokens_s=1e12, stage_s=0, load_s=0)
+    rates = replace(
+        RATES, reward_s=0.0, commit_s=0.0, train_step_s=0.0, train_tokens_s=1e12, stage_s=0, load_s=0
+    )
     lengths = np.random.default_rng(5).integers(20, 400, 32).tolist()
     slots, prompt = 8, 50
     trace: list = []
@@ -94,7 +98,7 @@ SYSTEMS = st.builds(
     drain=st.booleans(),
     recompute_kv=st.booleans(),
     resume_together=st.booleans(),
-    hold=st.booleans(),
+    bounded=st.booleans(),
     queue_factor=st.sampled_from([1.0, 1.5, 4.0]),
     total_steps=st.sampled_from([0, 8]),
     checkpoint_every=st.sampled_from([0, 3]),
@@ -119,6 +123,9 @@ def test_invariants(one, seed):
             for ordinal in range(admitted + 1, value + 1):
                 assert (ordinal - 1) // one.batch_size <= live + one.eta
             admitted = value
+        elif event == "discard":
+            assert one.bounded
+            admitted -= value
         elif event == "train":
             assert value == trained + 1
             assert admitted >= value * one.batch_size, "trained on what was never admitted"
@@ -134,9 +141,9 @@ def test_invariants(one, seed):
     for share in (result.trainer_busy, result.rollout_busy, result.slots_filled):
         assert 0 <= share <= 1
     assert all(step.staleness_max >= 0 for step in result.steps)
-    if one.hold and one.trainer_waits:
+    if one.bounded and one.trainer_waits:
         assert result.staleness_max <= one.eta
-    if one.total_steps:
+    if one.total_steps and not result.discarded:
         assert admitted == 8 * one.batch_size and result.unused_tokens == pytest.approx(0, abs=1e-3)
 
 
