@@ -165,6 +165,13 @@ class StepDone(Message, frozen=True):
     metrics: dict[str, float]
 
 
+class BatchRefused(Message, frozen=True):
+    """L -> C: nothing was trained, because these shards (path -> what is wrong) cannot be read."""
+
+    train_step: int
+    damaged: dict[str, str]
+
+
 class Publish(Message, frozen=True):
     """C -> T: send the current weights as `version` to the rollouts."""
 
@@ -242,6 +249,7 @@ AnyMessage = Union[
     EvalResult,
     TrainBatch,
     StepDone,
+    BatchRefused,
     Publish,
     VersionLive,
     PublishFailed,

@@ -65,6 +65,8 @@ class RunConfig:
     """Training steps after which the run ends; the end of data ends it earlier."""
     on_existing: OnExisting = OnExisting.refuse
     """What to do when the folder already holds this run: refuse, or resume from its last checkpoint."""
+    take_over: bool = False
+    """Take the run folder from a run on another host that gave no sign of life for minutes."""
     deterministic: bool = False
     start_deadline_s: float = 900.0
     """Longest wait for all ranks to load their models."""

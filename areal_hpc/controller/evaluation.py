@@ -1,23 +1,78 @@
-"""One evaluation of the held-out prompts at one version, spread over the rollout ranks."""
+"""Evaluations of the held-out prompts at one version, spread over the rollout ranks.
+
+`Evaluation` is one of them; `Evaluator` knows when one is due and asks for it. While one
+runs nothing is published, so that all answers come from the same weights; leases go on.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from areal_hpc.config.schema import Config
 from areal_hpc.messages import EvalRequest, EvalResult
+from areal_hpc.mpi.world import World
 from areal_hpc.types import EvalSample, Prompt, SamplingSpec
+
+
+class Evaluator:
+    """Evaluates before the first step, every eval.every versions and after the last step."""
+
+    def __init__(self, config: Config, world: World, prompts: list[Prompt], evaluated: Iterable[int]) -> None:
+        """`evaluated`: steps that an earlier attempt has evaluated."""
+        self._config, self._world, self._prompts = config, world, prompts
+        self._evaluated = set(evaluated)
+        self._next_id = 0
+        self._began = 0.0
+        self.running: Evaluation | None = None
+
+    def due(self, train_step: int, *, last: bool) -> bool:
+        """Whether the weights after `train_step` are to be evaluated and have not been."""
+        if not self._prompts or train_step in self._evaluated or self.running is not None:
+            return False
+        every = self._config.eval.every
+        return train_step == 0 or last or bool(every and train_step % every == 0)
+
+    def begin(self, train_step: int, version: int) -> None:
+        """Ask all rollout ranks; `version` must be served."""
+        self._began = time.monotonic()
+        self.running = Evaluation(
+            self._config, self._prompts, train_step=train_step, version=version, first_id=self._next_id
+        )
+        self._next_id += len(self.running.requests)
+        ranks = self._world.rollout_ranks
+        for number, request in enumerate(self.running.requests):
+            self._world.channel.send(ranks[number % len(ranks)], request)
+
+    def receive(self, result: EvalResult, folder: Path) -> dict[str, Any] | None:
+        """Take an answer; the figures, with all answers written to `folder`, once it was the last."""
+        evaluation = self.running
+        if evaluation is None or not evaluation.receive(result) or not evaluation.finished:
+            return None
+        self.running = None
+        self._evaluated.add(evaluation.train_step)
+        evaluation.write(folder)
+        return {
+            "train_step": evaluation.train_step,
+            "version": evaluation.version,
+            "seconds": time.monotonic() - self._began,
+            **evaluation.summary(),
+        }
 
 
 class Evaluation:
     """Requests to send and answers to come; summed up when all are in."""
 
-    def __init__(self, config: Config, prompts: list[Prompt], *, train_step: int, version: int, first_id: int) -> None:
+    def __init__(
+        self, config: Config, prompts: list[Prompt], *, train_step: int, version: int, first_id: int
+    ) -> None:
         self.train_step, self.version = train_step, version
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self._num_samples = config.eval.num_samples
@@ -38,10 +93,6 @@ class Evaluation:
     @property
     def finished(self) -> bool:
         return not self._waiting
-
-    def again(self, eval_ids: set[int]) -> list[EvalRequest]:
-        """The requests among `eval_ids` without an answer: to be sent anew."""
-        return [request for request in self.requests if request.eval_id in eval_ids & self._waiting]
 
     def receive(self, result: EvalResult) -> bool:
         """Take an answer; False for one that was not asked for or came twice.

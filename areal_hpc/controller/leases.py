@@ -1,6 +1,6 @@
 """Who answers what, until when. Pure: time is an argument.
 
-A group is under way from its first grant until its first result is accepted or it is
+A group is under way from its admission until its first result is accepted or it is
 dropped; in between it may be granted several times (expired, engine lost, rank failed).
 A result is accepted for a group under way, whichever of its leases it answers, and
 refused otherwise: that is how a late duplicate ends.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from areal_hpc.types import Lease, Prompt, SamplingSpec
@@ -23,17 +24,77 @@ class UnderWay:
     epoch: int
     prompt: Prompt
     first_version: int
-    """Version served when it was first granted: none of its tokens is older."""
+    """Version served when it was last granted: none of the tokens of that grant is older."""
     attempts: int = 0
     lease_id: int = -1
     rank: int = -1
-    failed_on: list[int] = field(default_factory=list)
+    failed_on: set[int] = field(default_factory=set)
+
+
+class RankLoads:
+    """How many groups each rank holds, and which has room; the emptiest first.
+
+    A heap with one entry per change: an entry that does not show the rank's present load
+    is passed over, so that no step looks at every rank.
+    """
+
+    def __init__(self, room: Mapping[int, int]) -> None:
+        """`room`: groups that each rank may hold."""
+        self._room = dict(room)
+        self._load = dict.fromkeys(room, 0)
+        self._heap: list[tuple[float, int, int]] = []
+        self._rebuild()
+
+    def load(self, rank: int) -> int:
+        return self._load[rank]
+
+    def change(self, rank: int, by: int) -> None:
+        self._load[rank] += by
+        if self._load[rank] < self._room[rank]:
+            heapq.heappush(self._heap, self._entry(rank))
+            if len(self._heap) > 8 * len(self._load) + 64:
+                self._rebuild()
+
+    def emptiest(self, avoid: Collection[int] = ()) -> int | None:
+        """The rank with the most room, one of `avoid` only if no other has room; None if none has."""
+        passed: list[tuple[float, int, int]] = []
+        found = None
+        while self._heap:
+            entry = self._heap[0]
+            _, load, rank = entry
+            if load != self._load[rank]:
+                heapq.heappop(self._heap)
+            elif rank in avoid:
+                passed.append(heapq.heappop(self._heap))
+            else:
+                found = rank
+                break
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return passed[0][2] if found is None and passed else found
+
+    def _entry(self, rank: int) -> tuple[float, int, int]:
+        return self._load[rank] / self._room[rank], self._load[rank], rank
+
+    def _rebuild(self) -> None:
+        self._heap = [self._entry(rank) for rank in self._load if self._load[rank] < self._room[rank]]
+        heapq.heapify(self._heap)
 
 
 class LeaseBook:
-    """All groups under way and those waiting to be granted again."""
+    """All groups under way, granted or waiting to be."""
 
-    def __init__(self, *, group_size: int, sampling: SamplingSpec, deadline_s: float, max_attempts: int) -> None:
+    def __init__(
+        self,
+        *,
+        room: Mapping[int, int],
+        group_size: int,
+        sampling: SamplingSpec,
+        deadline_s: float,
+        max_attempts: int,
+    ) -> None:
+        """`room`: groups that each rank may hold at once."""
+        self.loads = RankLoads(room)
         self._group_size = group_size
         self._sampling = sampling
         self._deadline_s = deadline_s
@@ -41,12 +102,10 @@ class LeaseBook:
         self._groups: dict[int, UnderWay] = {}
         self._group_of: dict[int, int] = {}
         self._expiry: list[tuple[float, int]] = []
-        self._again: deque[int] = deque()
+        self._waiting: deque[int] = deque()
         self._next_lease_id = 0
-        self._load: Counter[int] = Counter()
         self._per_epoch: Counter[int] = Counter()
-        self._per_version: Counter[int] = Counter()
-        self._versions: list[int] = []
+        self._per_class: Counter[tuple[int, int]] = Counter()
         self.num_expired = 0
         self.num_duplicates = 0
 
@@ -54,110 +113,118 @@ class LeaseBook:
         return len(self._groups)
 
     @property
-    def waiting(self) -> int:
-        """Groups to be granted again."""
-        return len(self._again)
-
-    def load(self, rank: int) -> int:
-        """Groups granted to a rank and not answered."""
-        return self._load[rank]
+    def num_waiting(self) -> int:
+        """Groups under way that no rank holds."""
+        return len(self._groups) - len(self._group_of)
 
     def under_way(self, epoch: int) -> int:
         """Groups of an epoch without a result yet."""
         return self._per_epoch[epoch]
 
-    @property
-    def oldest_version(self) -> int | None:
-        """Smallest first_version of all groups under way."""
-        while self._versions and not self._per_version[self._versions[0]]:
-            del self._per_version[heapq.heappop(self._versions)]
-        return self._versions[0] if self._versions else None
+    def classes(self) -> Iterator[tuple[int, int, int]]:
+        """(epoch, first_version, groups under way): few entries, whatever the number of groups."""
+        for (epoch, version), count in self._per_class.items():
+            yield epoch, version, count
+
+    def holders(self) -> set[int]:
+        """Ranks that owe a result. Looks at every group: for messages only."""
+        return {group.rank for group in self._groups.values() if group.rank >= 0}
 
     def admit(self, group_id: int, epoch: int, prompt: Prompt, version: int) -> None:
         """A new group; it waits for `grant_next`."""
         assert group_id not in self._groups, f"group {group_id} is under way already"
-        self._groups[group_id] = UnderWay(group_id, epoch, prompt, version)
-        self._per_epoch[epoch] += 1
-        self._note_version(self._groups[group_id])
-        self._again.append(group_id)
+        group = UnderWay(group_id, epoch, prompt, version)
+        self._groups[group_id] = group
+        self._count(group, 1)
+        self._waiting.append(group_id)
 
-    def grant_next(self, rank: int, now: float, version: int) -> Lease | None:
-        """A lease of the next waiting group to `rank` while `version` is served, or None if none waits."""
-        while self._again:
-            group = self._groups.get(self._again.popleft())
+    def grant_next(self, now: float, version: int) -> tuple[int, Lease] | None:
+        """(rank, lease) for the next waiting group while `version` is served.
+
+        None if no group waits or no rank has room. A group that failed somewhere goes to
+        another rank if one has room.
+        """
+        while self._waiting:
+            group = self._groups.get(self._waiting[0])
             if group is None or group.lease_id >= 0:
+                self._waiting.popleft()  # it got its result, or was dropped, while it waited
                 continue
-            if group.attempts:
-                # It starts anew: what it will bring is as fresh as the version served now.
-                self._forget_version(group)
-                group.first_version = version
-                self._note_version(group)
-            group.lease_id, group.rank = self._next_lease_id, rank
-            group.attempts += 1
-            self._next_lease_id += 1
-            self._group_of[group.lease_id] = group.group_id
-            self._load[rank] += 1
-            heapq.heappush(self._expiry, (now + self._deadline_s, group.lease_id))
-            return Lease(
-                lease_id=group.lease_id,
-                group_id=group.group_id,
-                epoch=group.epoch,
-                attempt=group.attempts,
-                group_size=self._group_size,
-                prompt=group.prompt,
-                sampling=self._sampling,
-            )
+            rank = self.loads.emptiest(group.failed_on)
+            if rank is None:
+                return None
+            self._waiting.popleft()
+            return rank, self._lease(group, rank, now, version)
         return None
+
+    def _lease(self, group: UnderWay, rank: int, now: float, version: int) -> Lease:
+        # It starts anew at each grant: what it brings is as fresh as the version served now.
+        self._count(group, -1)
+        group.first_version = version
+        self._count(group, 1)
+        group.lease_id, group.rank = self._next_lease_id, rank
+        group.attempts += 1
+        self._next_lease_id += 1
+        self._group_of[group.lease_id] = group.group_id
+        self.loads.change(rank, 1)
+        heapq.heappush(self._expiry, (now + self._deadline_s, group.lease_id))
+        return Lease(
+            lease_id=group.lease_id,
+            group_id=group.group_id,
+            epoch=group.epoch,
+            attempt=group.attempts,
+            group_size=self._group_size,
+            prompt=group.prompt,
+            sampling=self._sampling,
+        )
 
     def complete(self, group_id: int) -> UnderWay | None:
         """Accept a result: the group is no longer under way. None for a duplicate."""
-        group = self._groups.pop(group_id, None)
+        group = self._remove(group_id)
         if group is None:
             self.num_duplicates += 1
-            return None
-        self._unlease(group)
-        self._per_epoch[group.epoch] -= 1
-        self._forget_version(group)
         return group
 
-    def fail(self, lease_id: int, *, retry: bool) -> UnderWay | None:
-        """A lease came to nothing: grant the group again, or return it dropped.
+    def fail(self, lease_id: int, *, retry: bool) -> tuple[UnderWay, bool] | None:
+        """A lease came to nothing: (group, whether it is dropped), None if it is no longer the group's.
 
-        Returns None if the group waits to be granted again or the lease is no longer the
-        group's; the group if it is dropped (no retry, or max_attempts reached).
+        A group that is not dropped waits to be granted again, before all others.
         """
         group = self._groups.get(self._group_of.get(lease_id, -1))
-        if group is None or group.lease_id != lease_id:
+        if group is None:
             return None
-        group.failed_on.append(group.rank)
+        group.failed_on.add(group.rank)
         self._unlease(group)
         if retry and group.attempts < self._max_attempts:
-            self._again.appendleft(group.group_id)
-            return None
-        return self.complete(group.group_id)
+            self._waiting.appendleft(group.group_id)
+            return group, False
+        self._remove(group.group_id)
+        return group, True
 
-    def expire(self, now: float) -> list[UnderWay]:
-        """Let overdue leases be granted again; returns the groups that are dropped instead."""
-        dropped = []
+    def expire(self, now: float) -> list[tuple[UnderWay, bool]]:
+        """End overdue leases; as `fail` for each of them."""
+        ended = []
         while self._expiry and self._expiry[0][0] <= now:
-            _, lease_id = heapq.heappop(self._expiry)
-            if lease_id in self._group_of:
+            outcome = self.fail(heapq.heappop(self._expiry)[1], retry=True)
+            if outcome is not None:
                 self.num_expired += 1
-                group = self.fail(lease_id, retry=True)
-                if group is not None:
-                    dropped.append(group)
-        return dropped
+                ended.append(outcome)
+        return ended
 
-    def _note_version(self, group: UnderWay) -> None:
-        if group.first_version not in self._per_version:
-            heapq.heappush(self._versions, group.first_version)
-        self._per_version[group.first_version] += 1
-
-    def _forget_version(self, group: UnderWay) -> None:
-        self._per_version[group.first_version] -= 1
+    def _remove(self, group_id: int) -> UnderWay | None:
+        group = self._groups.pop(group_id, None)
+        if group is not None:
+            self._unlease(group)
+            self._count(group, -1)
+        return group
 
     def _unlease(self, group: UnderWay) -> None:
         if group.lease_id >= 0:
             del self._group_of[group.lease_id]
-            self._load[group.rank] -= 1
+            self.loads.change(group.rank, -1)
             group.lease_id = group.rank = -1
+
+    def _count(self, group: UnderWay, by: int) -> None:
+        for counter, key in ((self._per_epoch, group.epoch), (self._per_class, (group.epoch, group.first_version))):
+            counter[key] += by
+            if not counter[key]:
+                del counter[key]

@@ -1,11 +1,23 @@
-"""The run's journal and what a restart reads from it.
+"""The run's journal: writing it and reading it back. `recovery` draws the conclusions.
 
 One writer, append only. A line is `<crc32 of the JSON> <JSON>\\n`; records are gathered
 over a turn of the controller's loop and synced together before anything that follows from
 them is sent. A torn last line is cut; a damaged line elsewhere is an error that names it.
 
-Kinds: run (an attempt begins at a checkpoint's step), admitted, committed, dropped,
-discarded, consumed (at a step), live (version served), checkpoint, eval, stop.
+Kinds and their fields:
+    run         attempt, train_step (the checkpoint it goes on from), data, config (digests),
+                batch_size, group_size, max_staleness, num_prompts, time
+    admitted    group, epoch, version (served)
+    committed   path, digest, groups [{group, epoch, rows}]
+    dropped     groups, reason                  given up: their places went back
+    discarded   groups, train_step, reason      finished but not trained
+    damaged     path, groups, reason            their shard cannot be read: answered again
+    consumed    train_step, version, groups     sent to the trainer
+    unconsumed  train_step                      the trainer could not read that batch
+    live        version                         every engine serves it
+    checkpoint  train_step, path
+    eval        train_step, accuracy
+    stop        state, reason, train_step
 """
 
 from __future__ import annotations
@@ -14,14 +26,12 @@ import json
 import logging
 import os
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from areal_hpc.controller.batcher import ReadyGroup
 from areal_hpc.durable import disk_full, write_all
-from areal_hpc.types import ShardRow
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +56,7 @@ class Ledger:
         """Raises DiskFullError naming the journal and the bytes missing."""
         if not self._pending:
             return
-        data, self._pending = b"".join(self._pending), []
+        data = b"".join(self._pending)
         before = os.fstat(self._descriptor).st_size
         try:
             write_all(self._descriptor, data)
@@ -55,105 +65,43 @@ class Ledger:
             # Leave no half record: what was not synced was not promised to anybody.
             os.ftruncate(self._descriptor, before)
             raise disk_full(error, self._path, len(data)) or error from None
+        self._pending = []
 
     def close(self) -> None:
         self.sync()
         os.close(self._descriptor)
 
 
-def read_ledger(path: Path, *, repair: bool = False) -> list[dict]:
-    """All whole records. A torn tail is left out, and with `repair` cut off the file."""
+def read_ledger(path: Path, *, repair: bool = False) -> Iterator[dict]:
+    """All whole records, one after the other, in bounded memory.
+
+    A record that was not finished at the end of the file is left out, and with `repair`
+    cut off. Raises LedgerError for damage before the end.
+    """
     if not path.exists():
-        return []
-    records: list[dict] = []
+        return
     good = 0
-    data = path.read_bytes()
-    while good < len(data):
-        end = data.find(b"\n", good)
-        record = None if end < 0 else _parse(data[good:end])
-        if record is None:
-            if 0 <= end < len(data) - 1 and any(map(_parse, data[end + 1 :].split(b"\n"))):
-                raise LedgerError(f"{path} is damaged at byte {good}, before its end")
-            log.warning("%s: cut %d bytes of a record that was not finished", path, len(data) - good)
-            if repair:
-                os.truncate(path, good)
-            break
-        records.append(record)
-        good = end + 1
-    return records
+    with open(path, "rb") as file:
+        for line in file:
+            record = parse_line(line)
+            if record is None:
+                rest = [line, *file]
+                if any(parse_line(other) is not None for other in rest):
+                    raise LedgerError(f"{path} is damaged at byte {good}, before its end")
+                log.warning("%s: cut %d bytes of a record that was not finished", path, sum(map(len, rest)))
+                if repair:
+                    os.truncate(path, good)
+                return
+            yield record
+            good += len(line)
 
 
-def _parse(line: bytes) -> dict | None:
-    checksum, _, body = line.partition(b" ")
+def parse_line(line: bytes) -> dict | None:
+    """The record of a whole line, else None."""
+    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
     try:
-        if len(checksum) != 8 or int(checksum, 16) != zlib.crc32(body):
+        if not line.endswith(b"\n") or len(checksum) != 8 or int(checksum, 16) != zlib.crc32(body):
             return None
         return json.loads(body)
     except ValueError:
         return None
-
-
-@dataclass
-class Recovered:
-    """State of a run at a checkpoint, with everything committed since.
-
-    ready: groups that the surviving history has not consumed. in_flight: group ids that
-    were admitted and have no result. attempt: how often the run was started before.
-    """
-
-    position: int = 0
-    attempt: int = 0
-    data_digest: str = ""
-    config_digest: str = ""
-    ready: dict[int, ReadyGroup] = field(default_factory=dict)
-    in_flight: list[int] = field(default_factory=list)
-    consumed: dict[int, int] = field(default_factory=dict)
-    """group id -> training step, surviving history only."""
-    num_returned: int = 0
-    """Groups consumed after the checkpoint: available again."""
-
-
-def recover(records: list[dict], train_step: int) -> Recovered:
-    """What a run that goes on from the checkpoint of `train_step` finds. Pure.
-
-    Groups consumed at later steps are available again, because the weights that learnt
-    from them are lost; a group is consumed at most once in the history that survives.
-    """
-    state = Recovered()
-    admitted: set[int] = set()
-    committed: dict[int, ReadyGroup] = {}
-    gone: set[int] = set()
-    for record in records:
-        kind = record["k"]
-        if kind == "run":
-            state.attempt = record["attempt"]
-            state.data_digest, state.config_digest = record["data_digest"], record["config_digest"]
-            state.consumed = _up_to(state.consumed, record["train_step"])
-        elif kind == "admitted":
-            admitted.add(record["group"])
-            state.position = max(state.position, record["group"] + 1)
-        elif kind == "committed":
-            for group in record["groups"]:
-                rows = tuple(msgspec.convert(row, ShardRow) for row in group["rows"])
-                committed[group["group"]] = ReadyGroup(group["group"], group["epoch"], record["path"], rows)
-        elif kind in ("dropped", "discarded"):
-            gone.update(record["groups"])
-        elif kind == "lost":
-            for group in record["groups"]:
-                committed.pop(group, None)
-        elif kind == "consumed":
-            state.consumed |= dict.fromkeys(record["groups"], record["train_step"])
-    before = len(state.consumed)
-    state.consumed = _up_to(state.consumed, train_step)
-    state.num_returned = before - len(state.consumed)
-    state.ready = {
-        group_id: group
-        for group_id, group in committed.items()
-        if group_id not in state.consumed and group_id not in gone
-    }
-    state.in_flight = sorted(admitted - committed.keys() - gone - state.consumed.keys())
-    return state
-
-
-def _up_to(consumed: dict[int, int], train_step: int) -> dict[int, int]:
-    return {group: step for group, step in consumed.items() if step <= train_step}

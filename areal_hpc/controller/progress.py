@@ -1,4 +1,8 @@
-"""What a run tells: metrics.jsonl, TensorBoard, status.json and a line a step on the terminal."""
+"""What a run tells: metrics.jsonl, TensorBoard, status.json and a line a step on the terminal.
+
+Owned by the controller's loop, which is the only writer of these files. A resumed run
+goes on in the same files; `attempt` tells repeated steps apart.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from areal_hpc.controller.batcher import ReadyGroup
+from areal_hpc.durable import disk_full
 from areal_hpc.messages import RolloutStatus
 from areal_hpc.paths import RunPaths
 from areal_hpc.telemetry import append_jsonl, replace_json
 from areal_hpc.terminal import echo
 
 STATUS_INTERVAL_S = 1.0
+MAX_LINE_BYTES = 1 << 20
 HEADER = (
     f"{'step':>6} {'version':>7} {'reward':>7} {'accuracy':>8} {'gen tok/s':>9} {'train tok/s':>11} "
     f"{'staleness':>11} {'wait s':>6} {'gap':>8}"
@@ -49,14 +57,44 @@ class RankSign:
     details: dict[str, float] = field(default_factory=dict)
 
 
+def describe_batch(batch: list[ReadyGroup], version: int) -> dict[str, Any]:
+    """What the groups of a batch trained from `version` say of the step."""
+    rows = [row for group in batch for row in group.rows]
+    stale = [version - row.min_version for row in rows if row.num_loss_tokens] or [0]
+    return {
+        "epoch": batch[0].epoch,
+        "reward_mean": sum(row.reward for row in rows) / len(rows),
+        "accuracy": sum(row.reward > 0 for row in rows) / len(rows),
+        "num_trajectories": len(rows),
+        "staleness_mean": sum(stale) / len(stale),
+        "staleness_max": max(stale),
+    }
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut what a killed writer left of its last line, so that the next one begins a line."""
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - MAX_LINE_BYTES)
+        file.seek(start)
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            file.truncate(start + tail.rfind(b"\n") + 1)
+
+
 class Progress:
     """Collects rates and writes; knows nothing of decisions."""
 
-    def __init__(self, paths: RunPaths, *, attempt: int, ranks: dict[int, RankSign],
-                 echo_line: Callable[[str], None] = echo) -> None:  # fmt: skip
+    def __init__(
+        self, paths: RunPaths, *, ranks: dict[int, RankSign], echo_line: Callable[[str], None] = echo
+    ) -> None:
+        """`ranks` by world rank."""
         self._paths = paths
-        self._attempt = attempt
+        self._attempt = 1
         self.ranks = ranks
+        cut_torn_line(paths.metrics)
         self._echo = echo_line
         self._board: TensorBoard | None = None
         self._generated: dict[int, int] = {}
@@ -112,7 +150,7 @@ class Progress:
             "gen_tokens_per_s": gen_rate,
             **{f"trainer/{name}": value for name, value in trainer.items()},
         }
-        append_jsonl(self._paths.metrics, record)
+        self._append(record)
         self._scalars(record, values["train_step"])
         if self._lines % 20 == 0:
             self._echo(HEADER)
@@ -128,7 +166,7 @@ class Progress:
 
     def evaluation(self, values: dict[str, Any]) -> None:
         record = {"kind": "eval", "time": time.time(), "attempt": self._attempt, **values}
-        append_jsonl(self._paths.metrics, record)
+        self._append(record)
         scalars = {f"eval/{name}": value for name, value in values.items() if isinstance(value, float)}
         self._scalars(scalars, values["train_step"])
         self._echo(
@@ -140,11 +178,16 @@ class Progress:
 
     def event(self, text: str, **values: object) -> None:
         """Something worth a line: a restart, a checkpoint, a dropped prompt."""
-        append_jsonl(
-            self._paths.metrics,
-            {"kind": "event", "time": time.time(), "attempt": self._attempt, "text": text, **values},
-        )
+        self._append({"kind": "event", "time": time.time(), "attempt": self._attempt, "text": text, **values})
         self._echo(text)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """Raises DiskFullError naming the file and the bytes missing."""
+        try:
+            append_jsonl(self._paths.metrics, record)
+        except OSError as error:
+            cut_torn_line(self._paths.metrics)
+            raise disk_full(error, self._paths.metrics, len(str(record))) or error from None
 
     def _scalars(self, record: dict[str, Any], step: int) -> None:
         if self._board is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_hpc.types import Prompt
@@ -15,19 +16,21 @@ class NextPrompt:
     ordinal: int
     epoch: int
     prompt: Prompt
-    last_of_epoch: bool
 
 
 class PromptCursor:
     """A position in an endless (or `epochs` long) sequence of prompts; the position is its whole state."""
 
-    def __init__(self, prompts: list[Prompt], *, seed: int, shuffle: bool, epochs: int, position: int = 0) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, epochs: int, position: int = 0
+    ) -> None:
+        """`epochs` 0 is endless."""
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
         self._end = epochs * len(prompts) if epochs else None
         self.position = position
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._orders: dict[int, list[int]] = {}
 
     @property
     def exhausted(self) -> bool:
@@ -43,14 +46,18 @@ class PromptCursor:
     def at(self, ordinal: int) -> NextPrompt:
         """The prompt of any position: what a resumed run asks again."""
         epoch, place = divmod(ordinal, len(self._prompts))
-        if self._order[0] != epoch:
-            order = list(range(len(self._prompts)))
-            if self._shuffle:
-                random.Random(f"prompts of seed {self._seed}, epoch {epoch}").shuffle(order)
-            self._order = (epoch, order)
-        prompt = self._prompts[self._order[1][place]]
-        return NextPrompt(ordinal, epoch, prompt, place == len(self._prompts) - 1)
+        return NextPrompt(ordinal, epoch, self._prompts[self._order(epoch)[place]])
 
     def epoch_closed(self, epoch: int) -> bool:
         """Whether every prompt of the epoch has been taken."""
         return self.position >= (epoch + 1) * len(self._prompts)
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(len(self._prompts)))
+            if self._shuffle:
+                random.Random(f"prompts of seed {self._seed}, epoch {epoch}").shuffle(order)
+            # Around the end of an epoch two are in use at once.
+            self._orders = {other: kept for other, kept in self._orders.items() if other >= epoch - 1}
+            self._orders[epoch] = order
+        return self._orders[epoch]

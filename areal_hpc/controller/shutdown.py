@@ -6,11 +6,13 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from areal_hpc.messages import Drain, Drained, SaveCheckpoint, Stop
+from areal_hpc.controller.progress import Progress
+from areal_hpc.messages import Drain, Drained, Stop
+from areal_hpc.mpi.world import World
+from areal_hpc.stop import StopFlag
 
 if TYPE_CHECKING:
     from areal_hpc.controller.loop import Controller
-    from areal_hpc.stop import StopFlag
 
 log = logging.getLogger(__name__)
 POLL_S = 0.005
@@ -22,55 +24,47 @@ def drain(controller: Controller, stop: StopFlag) -> None:
     Raises TimeoutError naming who did not answer within run.drain_deadline_s.
     """
     begin = time.monotonic()
+    trainers, world, limit_s = controller.trainers, controller.world, controller.config.run.drain_deadline_s
     reason = stop.reason or "the run is finished"
     if stop:
         controller.progress.event(f"stopping: {reason}")
-    waiting = set(controller.world.rollout_ranks)
-    for rank in waiting:
-        controller.channel.send(rank, Drain(abandon=True, reason=reason))
-    deadline = begin + controller.config.run.drain_deadline_s
-    while waiting or _trainer_busy(controller) or controller.saved_step < controller.train_step:
-        for source, message in controller.channel.poll():
+    waiting = set(world.rollout_ranks)
+    for rank in sorted(waiting):
+        world.channel.send(rank, Drain(abandon=True, reason=reason))
+    while waiting or trainers.busy or trainers.saved_step < trainers.train_step:
+        for source, message in world.channel.poll():
             controller.progress.heard(source)
             if isinstance(message, Drained):
                 waiting.discard(source)
             else:
                 controller.handle(source, message)
         controller.ledger.sync()
-        _save_if_needed(controller)
+        trainers.give_up_publishing()
+        if not trainers.busy and trainers.saved_step < trainers.train_step:
+            trainers.checkpoint_due = True
+            trainers.save(export_hf=False)
         controller.progress.write_status(lambda: {**controller.status(), "state": "stopping", "reason": reason})
-        if time.monotonic() > deadline:
-            late = [controller.world.describe(rank) for rank in sorted(waiting)]
-            late += ["the trainer"] if _trainer_busy(controller) else []
-            raise TimeoutError(
-                f"waited {controller.config.run.drain_deadline_s:.0f} s (run.drain_deadline_s) at the stop for "
-                f"{', '.join(late)}"
-            )
+        if time.monotonic() - begin > limit_s:
+            late = [world.describe(rank) for rank in sorted(waiting)]
+            late += [world.describe(world.trainer_ranks[0])] if trainers.busy else []
+            raise TimeoutError(f"waited {limit_s:.0f} s (run.drain_deadline_s) at the stop for {', '.join(late)}")
         time.sleep(POLL_S)
     seconds = time.monotonic() - begin
-    state = "finished" if controller.training_over else "stopped"
-    controller.ledger.add("stop", state=state, reason=reason, train_step=controller.train_step, drain_s=seconds)
+    state = "finished" if controller.finished else "stopped"
+    controller.ledger.add("stop", state=state, reason=reason, train_step=trainers.train_step, drain_s=seconds)
     controller.ledger.close()
-    for rank in (*controller.world.trainer_ranks, *controller.world.rollout_ranks):
-        controller.channel.send(rank, Stop(reason))
-    log.info("%s at step %d: %s; drained in %.1f s", state, controller.train_step, reason, seconds)
+    log.info("%s at step %d: %s; drained in %.1f s", state, trainers.train_step, reason, seconds)
     if stop:
         controller.progress.event(
-            f"stopped at step {controller.train_step} after draining for {seconds:.1f} s", drain_s=seconds
+            f"stopped at step {trainers.train_step} after draining for {seconds:.1f} s", drain_s=seconds
         )
     final = {**controller.status(), "state": state, "reason": reason, "requeue": stop.requeue, "drain_s": seconds}
-    controller.progress.write_status(lambda: final, force=True)
-    controller.progress.close()
+    let_everybody_go(world, controller.progress, final)
 
 
-def _trainer_busy(controller: Controller) -> bool:
-    return controller.step_sent or controller.publishing or controller.saving
-
-
-def _save_if_needed(controller: Controller) -> None:
-    """Save the last step once the trainer is free; a version not yet live needs no publication any more."""
-    controller.pending_publish = controller.checkpoint_due = None
-    if not _trainer_busy(controller) and controller.saved_step < controller.train_step:
-        for rank in controller.world.trainer_ranks:
-            controller.channel.send(rank, SaveCheckpoint(controller.train_step, controller.version))
-        controller.saving = True
+def let_everybody_go(world: World, progress: Progress, final: dict[str, object]) -> None:
+    """Stop to all ranks, and the last status."""
+    for rank in (*world.trainer_ranks, *world.rollout_ranks):
+        world.channel.send(rank, Stop(str(final["reason"])))
+    progress.write_status(lambda: final, force=True)
+    progress.close()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from areal_hpc.config.load import config_digest
 from areal_hpc.config.schema import Config
-from areal_hpc.controller.ledger import Ledger, Recovered, read_ledger, recover
+from areal_hpc.controller.ledger import Ledger, read_ledger
 from areal_hpc.controller.progress import Progress
+from areal_hpc.controller.recovery import Recovered, adopt_orphans, replay_ledger, verify_shards
 from areal_hpc.data.datasets import PromptSets
 from areal_hpc.messages import (
     ConnectWeights,
+    EngineRestarted,
     Message,
     Publish,
     PublishFailed,
@@ -24,9 +26,15 @@ from areal_hpc.messages import (
     WeightsConnected,
 )
 from areal_hpc.mpi.world import World
+from areal_hpc.paths import RunPaths
+from areal_hpc.stop import StopFlag
 
 log = logging.getLogger(__name__)
 POLL_S = 0.01
+
+
+class StoppedEarly(Exception):
+    """A stop was requested before the run began."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,28 @@ class Ready:
     capacities: dict[int, int]
 
 
-def wait_for_ranks(config: Config, world: World, progress: Progress, prompts: PromptSets) -> Ready:
+def staleness_bound(config: Config) -> int:
+    """eta; the synchronous system is the same one with eta = 0."""
+    return 0 if config.run.mode.value == "sync" else config.algorithm.max_staleness
+
+
+def prompts_identity(config: Config, prompts: PromptSets) -> str:
+    """Digest of the training prompts and of their order: what a prompt cursor means."""
+    order = f"{prompts.digest} seed {config.run.seed} shuffle {config.data.shuffle}"
+    return hashlib.sha256(order.encode()).hexdigest()
+
+
+def check_prompts(config: Config, paths: RunPaths, prompts: PromptSets) -> None:
+    """Raises ValueError if the run in this folder was begun with other prompts, or in another order."""
+    first = next((record for record in read_ledger(paths.ledger) if record["k"] == "run"), None)
+    if first is not None and first["data"] != prompts_identity(config, prompts):
+        raise ValueError(
+            "data.train, run.seed or data.shuffle is not what this run began with: restore it, or start "
+            "another run with a run.folder of its own"
+        )
+
+
+def wait_for_ranks(config: Config, world: World, progress: Progress, stop: StopFlag) -> Ready:
     """Wait until all ranks have loaded; raises TimeoutError naming those that have not."""
     train_step: int | None = None
     capacities: dict[int, int] = {}
@@ -49,16 +78,25 @@ def wait_for_ranks(config: Config, world: World, progress: Progress, prompts: Pr
                 train_step = message.train_step
             elif isinstance(message, RolloutReady):
                 capacities[source] = message.capacity
+        late = [rank for rank in world.rollout_ranks if rank not in capacities]
+        late += [world.trainer_ranks[0]] if train_step is None else []
         progress.write_status(
-            lambda: {"state": "starting", "waiting_for": f"{len(world.rollout_ranks) - len(capacities)} rollouts, "
-                     f"{int(train_step is None)} trainer", "num_prompts": len(prompts.train)}
+            lambda late=late: {"state": "starting", "waiting_for": _names(world, late) + " to load"}
         )
+        if stop:
+            raise StoppedEarly
         if time.monotonic() > end:
-            late = [world.describe(rank) for rank in world.rollout_ranks if rank not in capacities]
-            late += [world.describe(world.trainer_ranks[0])] if train_step is None else []
-            raise TimeoutError(f"waited {config.run.start_deadline_s:.0f} s for {', '.join(late)} to load")
+            raise TimeoutError(
+                f"waited {config.run.start_deadline_s:.0f} s (run.start_deadline_s) for "
+                f"{_names(world, late)} to load"
+            )
         time.sleep(POLL_S)
     return Ready(train_step, capacities)
+
+
+def _names(world: World, ranks: list[int]) -> str:
+    shown = [world.describe(rank) for rank in ranks[:8]]
+    return ", ".join(shown) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def connect_weights(config: Config, world: World, progress: Progress, version: int) -> None:
@@ -67,51 +105,71 @@ def connect_weights(config: Config, world: World, progress: Progress, version: i
     for rank in (*world.trainer_ranks, *world.rollout_ranks):
         world.channel.send(rank, message)
     _await(config, world, progress, WeightsConnected, "the weight transfer group")
-    if version > 0:
+    for attempt in range(config.weights.max_retries + 1 if version > 0 else 0):
         for rank in world.trainer_ranks:
             world.channel.send(rank, Publish(version))
-        answer = _await(config, world, progress, (VersionLive, PublishFailed), f"version {version} to be live")
-        if isinstance(answer, PublishFailed):
+        what = f"version {version} to be live"
+        answer = _await(config, world, progress, (VersionLive, PublishFailed), what)
+        if isinstance(answer, VersionLive):
+            break
+        progress.event(f"the resumed version {version} was not published: {answer.reason}")
+        if attempt == config.weights.max_retries:
             raise RuntimeError(f"the resumed version {version} could not be published: {answer.reason}")
 
 
-def _await(config: Config, world: World, progress: Progress, kinds, what: str) -> Message:
-    answer = world.channel.receive(
-        kinds, config.weights.timeout_s + config.run.start_deadline_s, what, source=world.trainer_ranks[0]
-    )
+def _await(
+    config: Config, world: World, progress: Progress, kinds: type[Message] | tuple[type[Message], ...], what: str
+) -> Message:
+    deadline_s = config.weights.timeout_s + config.run.start_deadline_s
+    answer = world.channel.receive(kinds, deadline_s, what, source=world.trainer_ranks[0])
     progress.heard(answer.source)
     for source, message in world.channel.poll():
+        progress.heard(source)
         # Nothing was granted yet: rollouts only report how they are.
-        assert isinstance(message, RolloutStatus), f"unexpected {type(message).__name__} before the first lease"
-        progress.rollout_status(source, message)
+        if isinstance(message, RolloutStatus):
+            progress.rollout_status(source, message)
+        elif isinstance(message, EngineRestarted):
+            progress.event(f"the engine of {world.describe(source)} was restarted: {message.cause}")
+        else:
+            raise RuntimeError(f"{type(message).__name__} from {world.describe(source)} before the first lease")
     return answer.message
 
 
-def open_ledger(path: Path, config: Config, prompts: PromptSets, train_step: int) -> tuple[Ledger, Recovered]:
-    """Read the journal of earlier attempts and begin this one.
-
-    Raises RuntimeError if the training prompts are not those that the run began with.
-    """
-    state = recover(read_ledger(path, repair=True), train_step)
-    if state.data_digest and state.data_digest != prompts.digest:
-        raise RuntimeError(
-            "data.train is not what this run began with (its digest differs); restore it, or start "
-            "another run with a run.folder of its own"
-        )
+def open_ledger(
+    config: Config, paths: RunPaths, prompts: PromptSets, train_step: int, progress: Progress
+) -> tuple[Ledger, Recovered]:
+    """Read the journal of earlier attempts, look after their shards and begin this attempt."""
+    state = replay_ledger(read_ledger(paths.ledger, repair=True), train_step)
+    ledger = Ledger(paths.ledger)
     digest = config_digest(config)
-    if state.config_digest and state.config_digest != digest:
-        log.warning("the configuration changed since the last attempt; the new one holds from step %d", train_step)
-    ledger = Ledger(path)
+    changed = bool(state.config) and state.config != digest
     state.attempt += 1
     ledger.add(
-        "run", attempt=state.attempt, train_step=train_step, data_digest=prompts.digest, config_digest=digest,
-        batch_size=config.trainer.batch_size, group_size=config.rollout.group_size,
-        max_staleness=staleness_bound(config), time=time.time(),
-    )  # fmt: skip
+        "run",
+        attempt=state.attempt,
+        train_step=train_step,
+        data=prompts_identity(config, prompts),
+        config=digest,
+        batch_size=config.trainer.batch_size,
+        group_size=config.rollout.group_size,
+        max_staleness=staleness_bound(config),
+        num_prompts=len(prompts.train),
+        time=time.time(),
+    )
+    progress.set_attempt(state.attempt)
+    if changed:
+        progress.event(f"the configuration changed since the last attempt; it holds from step {train_step} on")
+    if state.attempt > 1:
+        run_id = config.run.name
+        num_lost = verify_shards(state, ledger, paths, run_id)
+        num_adopted = adopt_orphans(
+            state, ledger, paths, run_id,
+            group_size=config.rollout.group_size, num_prompts=len(prompts.train),
+        )  # fmt: skip
+        progress.event(
+            f"attempt {state.attempt} goes on from step {train_step}: {len(state.ready)} groups ready "
+            f"({state.num_returned} of them consumed after the checkpoint, {num_adopted} found in the spool), "
+            f"{len(state.in_flight)} asked again ({num_lost} of them damaged)"
+        )
     ledger.sync()
     return ledger, state
-
-
-def staleness_bound(config: Config) -> int:
-    """eta; the synchronous system is the same one with eta = 0."""
-    return 0 if config.run.mode.value == "sync" else config.algorithm.max_staleness

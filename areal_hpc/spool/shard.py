@@ -131,12 +131,12 @@ def read_rows(
         return unflatten(shard, chosen, [starts[row] for row in chosen])
 
 
-def read_index(path: str | Path, *, run_id: str | None = None) -> ShardInfo:
+def read_index(path: str | Path, *, run_id: str | None = None, wait_s: float = 0.0) -> ShardInfo:
     """What `commit` returned for this shard, from the file alone; the digest is checked.
 
     Raises ShardError.
     """
-    with _opened(Path(path), 0.0) as file:
+    with _opened(Path(path), wait_s) as file:
         head = _read_head(file, run_id)
         shard, _ = _read_tokens(file, head, range(head.num_rows))
         _check_digest(file, shard)

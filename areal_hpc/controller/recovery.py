@@ -1,0 +1,197 @@
+"""What a restarted run finds: the last whole checkpoint plus the journal plus the spool.
+
+    checkpoint ---- train_step ----+
+    ledger ---- replay_ledger -----+--> Recovered --> verify_shards --> adopt_orphans
+    spool (shards) ----------------------------------------^----------------^
+
+The weights decide which history survives: what was consumed at later steps than the
+checkpoint's is available again, because the weights that learnt from it are lost. A group
+is consumed at most once in the history that survives, and nothing committed is lost.
+Called by `startup` before the first lease; `replay_ledger` also by the audit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from areal_hpc.controller.batcher import ReadyGroup, split_groups
+from areal_hpc.controller.ledger import Ledger
+from areal_hpc.paths import RunPaths
+from areal_hpc.types import ShardRow
+
+log = logging.getLogger(__name__)
+
+LAG_S = 2.0
+"""How long a network filesystem may hide a shard that was announced."""
+TOO_OLD = "too old"
+"""Reason of a discard that going back to an earlier checkpoint undoes."""
+
+
+@dataclass
+class Recovered:
+    """State of a run at a checkpoint, with everything committed since.
+
+    position: of the prompt cursor. ready: groups that the surviving history has not
+    consumed. in_flight: ids of groups that were admitted and have no result, to be asked
+    again. consumed: group id -> training step. digests: of every shard in the journal.
+    num_returned: groups consumed after the checkpoint, available again. evaluated: steps.
+    """
+
+    attempt: int = 0
+    data: str = ""
+    config: str = ""
+    position: int = 0
+    ready: dict[int, ReadyGroup] = field(default_factory=dict)
+    in_flight: list[int] = field(default_factory=list)
+    consumed: dict[int, int] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    num_returned: int = 0
+    evaluated: set[int] = field(default_factory=set)
+    num_dropped: int = 0
+
+
+def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recovered:
+    """What a run that goes on from the checkpoint of `train_step` finds in its journal. Pure."""
+    state = Recovered()
+    admitted: set[int] = set()
+    committed: dict[int, tuple[str, dict[str, Any]]] = {}
+    refused: set[int] = set()
+    discarded: dict[int, int] = {}
+    evaluated: dict[int, int] = {}
+
+    def go_back(step: int) -> None:
+        nonlocal discarded, evaluated
+        state.consumed = {group: at for group, at in state.consumed.items() if at <= step}
+        discarded = {group: at for group, at in discarded.items() if at < step}
+        evaluated = {at: at for at in evaluated if at <= step}
+
+    for record in records:
+        match record["k"]:
+            case "run":
+                state.attempt, state.data, state.config = record["attempt"], record["data"], record["config"]
+                go_back(record["train_step"])
+            case "admitted":
+                admitted.add(record["group"])
+                state.position = max(state.position, record["group"] + 1)
+            case "committed":
+                state.digests[record["path"]] = record["digest"]
+                committed |= {group["group"]: (record["path"], group) for group in record["groups"]}
+            case "dropped":
+                refused.update(record["groups"])
+                state.num_dropped += len(record["groups"])
+            case "discarded":
+                if record["reason"] == TOO_OLD:
+                    discarded |= dict.fromkeys(record["groups"], record["train_step"])
+                else:
+                    refused.update(record["groups"])
+            case "damaged":
+                for group in record["groups"]:
+                    committed.pop(group, None)
+                    state.consumed.pop(group, None)
+                    discarded.pop(group, None)
+            case "consumed":
+                state.consumed |= dict.fromkeys(record["groups"], record["train_step"])
+            case "unconsumed":
+                step = record["train_step"]
+                state.consumed = {group: at for group, at in state.consumed.items() if at != step}
+            case "eval":
+                evaluated[record["train_step"]] = record["train_step"]
+    num_consumed = len(state.consumed)
+    go_back(train_step)
+    state.num_returned = num_consumed - len(state.consumed)
+    state.evaluated = set(evaluated)
+    gone = refused | discarded.keys() | state.consumed.keys()
+    state.ready = {
+        group_id: _ready(path, group) for group_id, (path, group) in committed.items() if group_id not in gone
+    }
+    state.in_flight = sorted(admitted - committed.keys() - gone)
+    return state
+
+
+def _ready(path: str, group: dict[str, Any]) -> ReadyGroup:
+    rows = tuple(msgspec.convert(row, ShardRow) for row in group["rows"])
+    return ReadyGroup(group["group"], group["epoch"], path, rows)
+
+
+def committed_record(path: str, digest: str, groups: list[ReadyGroup]) -> dict[str, Any]:
+    """Fields of the journal's `committed`."""
+    listed = [
+        {"group": group.group_id, "epoch": group.epoch, "rows": msgspec.to_builtins(group.rows)}
+        for group in groups
+    ]
+    return {"path": path, "digest": digest, "groups": listed}
+
+
+def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str) -> int:
+    """Read every shard that ready groups lie in; groups of a damaged one are asked again.
+
+    The shard goes to quarantine. Returns the number of groups lost that way.
+    """
+    from areal_hpc.spool.shard import ShardError, quarantine, read_index
+
+    by_path: dict[str, list[int]] = {}
+    for group in state.ready.values():
+        by_path.setdefault(group.path, []).append(group.group_id)
+    num_lost = 0
+    for relative, groups in by_path.items():
+        path = paths.resolve_inside(relative)
+        try:
+            if read_index(path, run_id=run_id, wait_s=LAG_S).digest == state.digests[relative]:
+                continue
+            reason = "its digest is not the one that was announced"
+            quarantine(path, paths.quarantine, reason)
+        except ShardError as error:
+            reason = str(error)
+            quarantine(path, paths.quarantine, reason)
+        except FileNotFoundError:
+            reason = "it is missing"
+            log.warning("shard %s is missing; its %d groups are asked again", path, len(groups))
+        ledger.add("damaged", path=relative, groups=groups, reason=reason)
+        num_lost += len(groups)
+        for group_id in groups:
+            del state.ready[group_id]
+    lost = {group for groups in by_path.values() for group in groups} - state.ready.keys()
+    state.in_flight = sorted({*state.in_flight, *lost})
+    return num_lost
+
+
+def adopt_orphans(
+    state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str, *, group_size: int, num_prompts: int
+) -> int:
+    """Take in shards that were committed but never journalled: the run was killed in between.
+
+    Returns the number of groups that need not be asked again. Whatever is damaged goes to
+    quarantine.
+    """
+    from areal_hpc.spool.shard import SUFFIX, ShardError, quarantine, read_index
+
+    wanted = set(state.in_flight)
+    num_adopted = 0
+    for path in sorted(paths.spool.glob(f"rollout-*/*{SUFFIX}")):
+        relative = paths.relative(path)
+        if relative in state.digests:
+            continue
+        try:
+            info = read_index(path, run_id=run_id)
+        except ShardError as error:
+            quarantine(path, paths.quarantine, str(error))
+            continue
+        groups = [
+            ReadyGroup(group_id, group_id // num_prompts, relative, rows)
+            for group_id, rows in split_groups(info.rows).items()
+            if group_id in wanted and len(rows) == group_size
+        ]
+        if not groups:
+            continue
+        ledger.add("committed", **committed_record(relative, info.digest, groups))
+        state.digests[relative] = info.digest
+        state.ready |= {group.group_id: group for group in groups}
+        wanted -= {group.group_id for group in groups}
+        num_adopted += len(groups)
+    state.in_flight = sorted(wanted)
+    return num_adopted
