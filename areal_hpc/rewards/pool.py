@@ -169,7 +169,11 @@ class Pool:
             # Smaller and smaller shares, so that all workers end at the same time.
             share = max(1, len(self.queue) // (2 * len(ready)))
             tasks: list[Task] = []
-            while self.queue and len(tasks) < min(room, share):
+            while self.queue and len(tasks) < room:
+                # A group stays together where it can: its gold answer is parsed once.
+                together = tasks and tasks[-1].check.prompt is self.queue[0].check.prompt
+                if len(tasks) >= share and not together:
+                    break
                 task = self.queue.popleft()
                 if task.wanted:
                     tasks.append(task)
