@@ -8,6 +8,7 @@ to the rank's log, one line to the terminal, MPI_Abort to everybody else.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import logging
 import os
@@ -18,14 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
+from areal_hpc.durable import write_durably
 from areal_hpc.paths import RunPaths
+from areal_hpc.stop import FLAG, ignore_signals, install_handlers
 from areal_hpc.telemetry import Telemetry, setup_logging
 from areal_hpc.terminal import echo, keep_terminal
 
 if TYPE_CHECKING:
     from areal_hpc.config.schema import Config
     from areal_hpc.mpi.world import World
+
+MPI_INIT_DEADLINE_S = 300.0
 
 Role = Callable[["Config", "World", RunPaths, Telemetry], None]
 
@@ -37,12 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     paths = RunPaths(arguments.run.resolve())
     os.umask(0o077)
     keep_terminal()
+    # From the first moment: Slurm may signal a step that is still loading.
+    install_handlers(FLAG)
     world = None
     try:
-        from areal_hpc.mpi.world import connect_world
-
         config = read_config(paths.config)
-        world = connect_world(config)
+        world = _join(config)
+        visible_s = _check_shared(world, paths)
         paths.create()
         label = f"{world.role}[{world.role_rank}]"
         setup_logging(paths.log(world.role, world.role_rank), label=label, verbose=config.run.verbose)
@@ -52,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             "%s is world rank %d of %d on %s, pid %d",
             label, world.world_rank, len(world.hosts), world.host, os.getpid(),
         )
+        telemetry.value("start.visible_s", visible_s)
         _role(world.role)(config, world, paths, telemetry)
         telemetry.close()
         world.channel.flush(deadline_s=60.0)
@@ -61,16 +69,40 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _join(config: Config) -> World:
+    """MPI_Init, the checks that need nothing else, and this rank's place in the world."""
+    from areal_hpc.launch.checks import check_world, take_gpus
+    from areal_hpc.mpi.world import connect_world, load_mpi
+
+    # A mismatched MPI can also hang in MPI_Init, in C: only this ends it, with a traceback.
+    faulthandler.dump_traceback_later(MPI_INIT_DEADLINE_S, exit=True)
+    communicator = load_mpi()
+    faulthandler.cancel_dump_traceback_later()
+    check_world(config, communicator.Get_size(), communicator.Get_rank(), os.environ)
+    world = connect_world(config)
+    devices = take_gpus(config, world.role, os.environ)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    return world
+
+
+def _check_shared(world: World, paths: RunPaths) -> float:
+    """Seconds until the run folder's files were seen on every node; refuses a folder that is not shared."""
+    from areal_hpc.launch.checks import SLOW_VISIBILITY_S, check_shared_folder
+    from areal_hpc.mpi.world import gather
+
+    seconds = check_shared_folder(paths, world.world_rank, gather)
+    if world.role == "controller" and seconds > SLOW_VISIBILITY_S:
+        echo(f"warning: files in {paths.root} take {seconds:.1f} s to be seen on other nodes")
+    return seconds
+
+
 def _role(name: str) -> Role:
     return importlib.import_module(f"areal_hpc.{name}.loop").run
 
 
 def _prepare_process(world: World) -> None:
-    from areal_hpc.stop import FLAG, ignore_signals, install_handlers
-
-    if world.role == "controller":
-        install_handlers(FLAG)
-    else:
+    if world.role != "controller":
         ignore_signals()
 
 
@@ -96,14 +128,28 @@ def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
         where = f"{world.role} {world.role_rank} on {world.host}"
         log = paths.log(world.role, world.role_rank)
     echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:2000]} (log: {log})")
+    code = 1
+    if isinstance(error, ConfigError):
+        code = 2
+        _refuse(paths, f"{where}: {summary[:2000]}")
     try:
         kill_children()
         from mpi4py import MPI
 
         if MPI.Is_initialized() and not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(1)
+            MPI.COMM_WORLD.Abort(code)
     finally:
-        os._exit(1)
+        os._exit(code)
+
+
+def _refuse(paths: RunPaths, text: str) -> None:
+    """Tell the job's supervisor that starting again cannot help."""
+    if not paths.slurm.is_dir():
+        return
+    try:
+        write_durably(paths.refusal, text.encode())
+    except OSError:
+        traceback.print_exc()
 
 
 def kill_children() -> None:

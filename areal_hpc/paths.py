@@ -37,6 +37,26 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
+    def slurm(self) -> Path:
+        """Batch scripts, batch logs and submitit's files."""
+        return self.root / "slurm"
+
+    @property
+    def job(self) -> Path:
+        """Slurm job of the run (JSON): id and time of submission."""
+        return self.slurm / "job.json"
+
+    @property
+    def slurm_events(self) -> Path:
+        """What the supervisor of the job did, one JSON object a line."""
+        return self.slurm / "events.jsonl"
+
+    @property
+    def refusal(self) -> Path:
+        """Why a rank refused to start, where starting again cannot help."""
+        return self.slurm / "refused.txt"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

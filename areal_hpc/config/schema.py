@@ -235,6 +235,8 @@ class TrainerConfig:
     """Recompute activations in the backward pass (long contexts)."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp (never exported, never sampled)."""
+    critic_lr: float = 0.0
+    """Learning rate of the critic (algorithm.advantage=gae); 0 takes optimizer.lr."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -313,16 +315,19 @@ class LaunchConfig:
 
     site: str = ""
     """Site profile: a name in slurm/sites or a path to a YAML file."""
-    mpi: str = "pmi2"
-    """srun --mpi: pmi2, pmix or cray_shasta."""
+    mpi: str = ""
+    """srun --mpi: pmi2, pmix, cray_shasta, ...; empty takes the site profile's, else pmi2."""
     time_min: int = 60
     """Walltime, minutes."""
-    signal_lead_s: int = 120
-    """Slurm signals the run this long before the walltime."""
+    signal_lead_s: int = 180
+    """The run is told to stop this long before the walltime, seconds."""
     max_requeues: int = 100
+    """Times the job goes back into the queue, at the walltime or when preempted."""
     max_step_restarts: int = 3
     """Restarts of the step inside one allocation."""
     spare_nodes: int = 0
+    """Nodes reserved in each group beside those that work. Slurm keeps a heterogeneous job
+    through the loss of a node only if every component has more than one."""
 
 
 @dataclass

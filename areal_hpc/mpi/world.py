@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from areal_hpc.mpi.channel import Channel
 
+GATHER_BYTES = 1024
 ROLES = ("controller", "trainer", "rollout")
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "MPI_", "HYD")
 
@@ -120,7 +121,9 @@ def connect_world(config: Config, deadline_s: float = 60.0) -> World:
             + ("; a world of one means that the launcher and this MPI library do not match: "
                f"see launch.mpi={config.launch.mpi}" if size == 1 else "")
         )
-    hosts = _exchange_hosts(communicator, deadline_s)
+    hosts = tuple(
+        name.decode() for name in gather(socket.gethostname().encode()[:256], "host names", deadline_s)
+    )
     strip_launcher_environment()
     from areal_hpc.mpi.channel import Channel, MpiTransport
 
@@ -139,20 +142,27 @@ def connect_world(config: Config, deadline_s: float = 60.0) -> World:
     )
 
 
-def _exchange_hosts(communicator: MPI.Intracomm, deadline_s: float) -> tuple[str, ...]:
+def gather(data: bytes, what: str, deadline_s: float = 120.0) -> list[bytes]:
+    """Every rank's `data` (at most 1 KiB, no trailing zero bytes), by world rank, without blocking in MPI.
+
+    All ranks call it; raises TimeoutError naming `what` when one does not in time.
+    """
     from mpi4py import MPI
 
-    width = 256
-    mine = bytearray(socket.gethostname().encode()[:width].ljust(width, b"\0"))
-    everyone = bytearray(width * communicator.Get_size())
+    communicator = MPI.COMM_WORLD
+    if len(data) > GATHER_BYTES:
+        raise ValueError(f"{len(data)} bytes of {what} exceed {GATHER_BYTES}")
+    mine = bytearray(data.ljust(GATHER_BYTES, b"\0"))
+    everyone = bytearray(GATHER_BYTES * communicator.Get_size())
     request = communicator.Iallgather([mine, MPI.BYTE], [everyone, MPI.BYTE])
     end = time.monotonic() + deadline_s
     while not request.Test():
         if time.monotonic() > end:
             raise TimeoutError(
-                f"waited {deadline_s:.0f} s for all {communicator.Get_size()} ranks to join the MPI world"
+                f"waited {deadline_s:.0f} s for {what} from all {communicator.Get_size()} ranks of the MPI world"
             )
         time.sleep(0.005)
-    return tuple(
-        everyone[start : start + width].rstrip(b"\0").decode() for start in range(0, len(everyone), width)
-    )
+    return [
+        bytes(everyone[start : start + GATHER_BYTES]).rstrip(b"\0")
+        for start in range(0, len(everyone), GATHER_BYTES)
+    ]
