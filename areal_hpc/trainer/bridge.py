@@ -87,6 +87,8 @@ def load_weights(bridge, model: torch.nn.Module, folder: str | Path, place: Plac
     source = HfFolder(folder)
     with torch.no_grad():
         for name, parameter in _parameters(bridge, model, place, own_experts=True):
+            if name == "output_layer.weight" and parameter.shape[0] == 1:
+                continue  # a value head is not in the folder
             tensors = [source.tensor(each) for each in bridge._weight_name_mapping_mcore_to_hf(name)]
             whole = bridge._weight_to_mcore_format(name, tensors)
             # Experts are not cut over tensor-parallel ranks unless ep is 1 (parallel.start).

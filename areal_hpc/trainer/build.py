@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from areal_hpc.config.schema import Config
 from areal_hpc.paths import RunPaths
 from areal_hpc.telemetry import Telemetry
+from areal_hpc.trainer.critic import Critic, ValueModel
 from areal_hpc.trainer.megatron import MegatronTrainer
 from areal_hpc.trainer.model import ModelOptions
 from areal_hpc.trainer.parallel import Place
@@ -23,16 +26,19 @@ def model_options(config: Config) -> ModelOptions:
     )
 
 
-def build_engine(config: Config, place: Place) -> MegatronTrainer:
-    """The policy with its optimizer, holding the weights of model.path."""
+def build_engine(config: Config, place: Place, kind: type[MegatronTrainer] = MegatronTrainer) -> MegatronTrainer:
+    """A model with its optimizer, holding the weights of model.path."""
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
-    return MegatronTrainer(
+    optimizer = config.trainer.optimizer
+    if kind is ValueModel and config.trainer.critic_lr:
+        optimizer = dataclasses.replace(optimizer, lr=config.trainer.critic_lr, min_lr=0.0)
+    return kind(
         place,
         config.model.path,
         model_options(config),
         temperature=config.rollout.temperature,
-        optimizer=config.trainer.optimizer,
+        optimizer=optimizer,
         total_updates=config.run.total_steps * config.algorithm.minibatches,
         updates_per_step=config.algorithm.minibatches,
     )
@@ -44,4 +50,7 @@ def build_step(
     """Engine and training step. The reference policy of a KL penalty is the starting model."""
     engine = build_engine(config, place)
     reference = engine.snapshot() if config.algorithm.kl_coef else None
-    return engine, TrainStep(config, paths, engine, telemetry, reference)
+    critic = None
+    if config.algorithm.advantage == "gae":
+        critic = Critic(config.algorithm, build_engine(config, place, ValueModel))
+    return engine, TrainStep(config, paths, engine, telemetry, reference, critic)

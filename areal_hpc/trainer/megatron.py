@@ -59,6 +59,10 @@ class MinibatchResult:
 class MegatronTrainer:
     """One model on all trainer ranks; every method is called by all of them in the same order."""
 
+    tied: bool | None = None
+    """Whether input and output embeddings are one; None takes the folder's word."""
+    exports = True
+
     def __init__(
         self,
         place: Place,
@@ -81,9 +85,11 @@ class MegatronTrainer:
         rows = padded_vocab_size(self.hf.vocab_size, options.vocab_divisor, place.layout.tp)
         self._bridge = make_bridge(self.hf, options.dtype, rows, transformer_overrides(place, options))
         self.config = self._bridge.config
-        self.module = build_model(self.hf, self.config, place, rows)
+        tied = bool(self.hf.tie_word_embeddings) if self.tied is None else self.tied
+        self.module = build_model(self.hf, self.config, place, rows, tied)
+        self._replace_head()
         load_weights(self._bridge, self.module, model_path, place)
-        self._exporter = Exporter(self._bridge, self.module, place)
+        self._exporter = Exporter(self._bridge, self.module, place) if self.exports else None
         self._frequencies = rotary_frequencies(self.hf) if uses_local_layers(place.device) else None
         self._places: Tensor | None = None
         # With sequence parallelism the output layer gathers the tokens itself.
@@ -184,12 +190,7 @@ class MegatronTrainer:
                 logits = logits[0]
                 if not self._selects:
                     logits = logits[micro_batch.places]
-                logprobs, entropies = token_logprobs(
-                    logits, micro_batch.tokens, micro_batch.places, temperature=self.temperature,
-                    vocab_size=self.hf.vocab_size, tp_rank=self.place.tp_rank,
-                    group=parallel_state.get_tensor_model_parallel_group(), entropy=entropy,
-                )
-                result, loss = compute(micro_batch, logprobs, entropies)
+                result, loss = compute(micro_batch, *self._token_results(logits, micro_batch, entropy))
                 return logits.new_zeros(()) if loss is None else loss, (micro_batch, result)
 
             return logits, finish
@@ -202,6 +203,17 @@ class MegatronTrainer:
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
+        )
+
+    def _replace_head(self) -> None:
+        """For models with another head than the vocabulary."""
+
+    def _token_results(self, outputs: Tensor, micro_batch: MicroBatch, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probability and entropy of each token [T] from the outputs [K, V/tp] at `micro_batch.places`."""
+        return token_logprobs(
+            outputs, micro_batch.tokens, micro_batch.places, temperature=self.temperature,
+            vocab_size=self.hf.vocab_size, tp_rank=self.place.tp_rank,
+            group=parallel_state.get_tensor_model_parallel_group(), entropy=entropy,
         )
 
     def _select_places(self, _module, arguments: tuple) -> tuple:

@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.config.errors import ConfigError
@@ -125,11 +126,8 @@ class RmsNorm(torch.nn.Module):
         return RmsNormFunction.apply(x, self.weight, self.eps)
 
 
-class Swiglu(torch.nn.Module):
-    """The gated activation of an MLP: [..., 2 * width] -> [..., width]."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+class Swiglu(MegatronModule):
+    """The gated activation of an MLP: [..., 2 * width] -> [..., width]. An MLP's parts must be Megatron's modules."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return SwigluFunction.apply(x)
@@ -201,7 +199,7 @@ def layer_spec(config: TransformerConfig, device: torch.device):
     )
 
 
-def build_model(hf, config: TransformerConfig, place: Place, vocab_rows: int) -> GPTModel:
+def build_model(hf, config: TransformerConfig, place: Place, vocab_rows: int, tied: bool) -> GPTModel:
     """This rank's part of the model, on its device; weights are undefined until they are loaded."""
     model = GPTModel(
         config=config,
@@ -210,7 +208,7 @@ def build_model(hf, config: TransformerConfig, place: Place, vocab_rows: int) ->
         max_sequence_length=hf.max_position_embeddings,
         pre_process=place.is_first_stage,
         post_process=place.is_last_stage,
-        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        share_embeddings_and_output_weights=tied,
         # Our attention applies the rotary embedding itself.
         position_embedding_type="none" if uses_local_layers(place.device) else "rope",
     )

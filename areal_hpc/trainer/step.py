@@ -24,7 +24,9 @@ from areal_hpc.spool.shard import read_rows
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.trainer.advantages import compute_advantages
 from areal_hpc.trainer.batch import MicroBatch, Row
+from areal_hpc.trainer.critic import Critic
 from areal_hpc.trainer.flops import model_flops, peak_flops
+from areal_hpc.trainer.history import WeightHistory
 from areal_hpc.trainer.megatron import MegatronTrainer, MinibatchResult
 from areal_hpc.trainer.objective import LossOutput, loss_denominator, policy_loss
 from areal_hpc.trainer.plan import StepPlan, plan_step
@@ -49,11 +51,12 @@ def read_batch(manifest: BatchManifest, paths: RunPaths) -> list[Trajectory]:
         trajectories = read_rows(path, [manifest.rows[place].row for place in places])
         found.update(zip(places, trajectories, strict=True))
     for place, row in enumerate(manifest.rows):
-        if (found[place].group_id, found[place].num_tokens) != (row.group_id, row.num_tokens):
+        # Byte for byte what the engine produced: the checksum was made before it was written.
+        if (found[place].group_id, found[place].checksum) != (row.group_id, row.checksum):
             raise ValueError(
-                f"row {row.row} of {manifest.shards[row.shard]} is not what the manifest of step "
-                f"{manifest.train_step} says: group {found[place].group_id} with {found[place].num_tokens} "
-                f"tokens instead of group {row.group_id} with {row.num_tokens}"
+                f"row {row.row} of {manifest.shards[row.shard]} is not what its rollout produced: the manifest of "
+                f"step {manifest.train_step} says group {row.group_id} with checksum {row.checksum:08x}, the shard "
+                f"holds group {found[place].group_id} with {found[place].checksum:08x}"
             )
     return [found[place] for place in range(len(manifest.rows))]
 
@@ -64,7 +67,8 @@ class Batch:
 
     trajectories: list[Trajectory]
     masks: list[np.ndarray]
-    advantages: np.ndarray
+    rewards: np.ndarray
+    """Shaped rewards [R], float32."""
     rows: list[Row]
 
 
@@ -72,9 +76,10 @@ class TrainStep:
     """Holds what stays the same over steps: configuration, engine, reference weights."""
 
     def __init__(self, config: Config, paths: RunPaths, engine: MegatronTrainer, telemetry: Telemetry,
-                 reference: list[Tensor] | None = None, critic=None) -> None:
+                 reference: list[Tensor] | None = None, critic: Critic | None = None) -> None:
         self._config, self._paths, self._engine, self._telemetry = config, paths, engine, telemetry
         self._reference, self._critic = reference, critic
+        self._history = WeightHistory(config.trainer.weight_history, config.algorithm.max_staleness)
         self._seconds: dict[str, float] = {}
 
     @property
@@ -94,9 +99,15 @@ class TrainStep:
         with self._timed("logprobs", manifest):
             gap = self._proximal(batch, plan)
             self._reference_logprobs(batch, plan)
+        with self._timed("gap", manifest):
+            self._history.measure(
+                self._engine, trajectories, batch.rows, manifest.version,
+                self._config.trainer.micro_batch_tokens, gap,
+            )
+            self._history.keep(manifest.version, self._engine)
         if self._critic is not None:
             with self._timed("critic", manifest):
-                self._critic.estimate(batch, plan)
+                self._critic.estimate(batch, plan, batch.rewards)
         with self._timed("update", manifest):
             results = self._update(batch, plan, gap)
         metrics = gather_metrics(results, gap.as_sums())
@@ -115,7 +126,7 @@ class TrainStep:
         )
 
     def _prepare(self, manifest: BatchManifest, trajectories: list[Trajectory]) -> Batch:
-        """Masks, shaped rewards and advantages of the whole batch, and the rows to pack."""
+        """Masks, shaped rewards and (without a critic) advantages of the whole batch; the rows to pack."""
         algorithm = self._config.algorithm
         masks = []
         for trajectory in trajectories:
@@ -125,12 +136,11 @@ class TrainStep:
         generated = torch.tensor([trajectory.num_loss_tokens for trajectory in trajectories])
         rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
         rewards = shape_rewards(algorithm, rewards, generated, self._config.rollout.max_new_tokens)
+        advantages = np.zeros(len(trajectories), np.float32)  # a critic gives them per token
         if self._critic is None:
             groups = torch.tensor([trajectory.group_id for trajectory in trajectories])
             lengths = torch.tensor([int(mask.sum()) for mask in masks])
             advantages = compute_advantages(algorithm, rewards, groups, lengths).numpy()
-        else:
-            advantages = rewards.float().numpy()  # the critic turns them into advantages per token
         rows = [
             Row(
                 trajectory.tokens,
@@ -143,7 +153,7 @@ class TrainStep:
             )
             for trajectory, mask, advantage in zip(trajectories, masks, advantages, strict=True)
         ]
-        return Batch(trajectories, masks, advantages, rows)
+        return Batch(trajectories, masks, rewards.float().numpy(), rows)
 
     @property
     def _recomputes(self) -> bool:
@@ -217,7 +227,6 @@ class TrainStep:
         place = self._engine.place
         metrics = {
             "reward_mean": float(np.mean([trajectory.reward for trajectory in batch.trajectories])),
-            "advantage_abs_mean": float(np.abs(batch.advantages).mean()),
             "staleness_mean": float(staleness.mean()),
             "staleness_max": float(staleness.max()),
             "num_sequences": float(len(lengths)),

@@ -212,7 +212,128 @@ def refuse(scene: Scene) -> None:
     assert "hidden_act=gelu" in message(Layout(), hidden_act="gelu")
 
 
-SCENES = {"dense": dense, "experts": experts, "refuse": refuse}
+class Steps:
+    """The training step on shards in this layout."""
+
+    def __init__(self, scene: Scene, name: str, **algorithm) -> None:
+        from step_oracle import make_config
+
+        from areal_hpc.paths import RunPaths
+        from areal_hpc.telemetry import Telemetry
+        from areal_hpc.trainer.build import build_step
+        from areal_hpc.trainer.checkpoint import Checkpoints
+
+        self.scene, layout = scene, scene.place.layout
+        self.paths = RunPaths(scene.run / name)
+        self.config = make_config(scene.models, self.paths.root)
+        self.config.trainer.tp, self.config.trainer.pp, self.config.trainer.dp = layout.tp, layout.pp, layout.dp
+        for key, value in algorithm.items():
+            setattr(self.config.algorithm, key, value)
+        self.paths.create()
+        telemetry = Telemetry(self.paths.spans("trainer", scene.rank))
+        self.engine, self.step = build_step(self.config, scene.place, self.paths, telemetry)
+        self.checkpoints = Checkpoints(self.config, self.paths, self.step.engines, 60.0)
+
+    def train(self, step: int) -> dict[str, float]:
+        from step_oracle import make_batch, make_manifest
+
+        from areal_hpc.spool.shard import ShardWriter
+
+        shards = None
+        if self.scene.rank == 0:
+            writer = ShardWriter(self.paths.rollout_spool(0), "test", 0)
+            batch = make_batch(step)
+            shards = tuple(self.paths.relative(writer.commit(batch[start::2]).path) for start in (0, 1))
+        manifest = make_manifest(step, self.scene.comm.bcast(shards), self.scene.place.layout.dp)
+        return self.step.run(manifest)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.named_hf_tensors()}
+
+
+def same_weights(what: str, found: dict, expected: dict, tolerance: float = 2.0e-5) -> None:
+    for name, tensor in found.items():
+        error = float((tensor - expected[name]).abs().max())
+        assert error < tolerance, f"{what}: {name} differs by {error:.2e}"
+
+
+def steps(scene: Scene) -> None:
+    """Two steps against the oracle; a checkpoint between them; the options against one rank's results."""
+    expected, metrics = torch.load(scene.run / "step.oracle", weights_only=False)
+    layout = scene.place.layout
+    mine = f"run-{layout.tp}-{layout.pp}-{layout.dp}"
+    run = Steps(scene, mine)
+    assert run.checkpoints.load_newest() == 0
+    for step, wanted in enumerate(metrics, start=1):
+        found = run.train(step)
+        for name, value in wanted.items():
+            close(f"step {step} {name}", [found[name]], [value], 1.0e-3)
+        if step == 1:
+            run.checkpoints.save(1, 1)
+            # Training goes on while it is written: what is saved must be what was.
+    same_weights("after two steps", run.weights(), expected)
+    saved = run.checkpoints.wait(60.0)
+    assert saved is not None and saved.train_step == 1
+
+    # The next life begins from the checkpoint of another layout, if there is one.
+    origin = scene.run / "run-1-1-1"
+    if layout.size > 1:
+        import shutil
+
+        if scene.rank == 0:
+            shutil.copytree(origin / "checkpoints", scene.run / f"{mine}-resumed" / "checkpoints")
+        scene.comm.Barrier()
+        resumed = Steps(scene, f"{mine}-resumed")
+    else:
+        resumed = Steps(scene, mine)
+    assert resumed.checkpoints.load_newest() == 1
+    resumed.train(2)
+    if layout.size > 1:
+        same_weights("resumed", resumed.weights(), expected)
+    else:
+        before = run.weights()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.weights().items())
+    options(scene)
+
+
+def options(scene: Scene) -> None:
+    """Critic, reference policy and other objectives: the same result in every layout, and all different."""
+    cases = {
+        "gae": dict(advantage="gae"),
+        "kl": dict(kl_coef=0.5, entropy_coef=0.01),
+        "naive": dict(objective="naive", aggregation="seq-mean-token-mean", surrogate="gspo"),
+        "interpolate": dict(proximal="interpolate", behaviour_weight="truncate", drop_truncated=True),
+    }
+    single = scene.place.layout.size == 1
+    results = {}
+    for name, settings in cases.items():
+        if "objective" in settings:
+            from areal_hpc.config.algorithm import Objective
+
+            settings["objective"] = Objective(settings["objective"])
+        run = Steps(scene, f"{name}-{scene.place.layout.tp}-{scene.place.layout.pp}", **settings)
+        found = run.train(1)
+        assert all(np.isfinite(value) for value in found.values()), found
+        if name == "gae":
+            assert found["value_loss"] > 0
+        if name == "kl":
+            assert "kl_reference" in found
+        assert found["behave_gap_fresh_count"] > 0
+        results[name] = (run.weights(), {key: found[key] for key in ("loss", "grad_norm")})
+        if single:
+            if scene.rank == 0:
+                torch.save(results[name], scene.run / f"{name}.result")
+        else:
+            weights, numbers = torch.load(scene.run / f"{name}.result", weights_only=False)
+            same_weights(name, results[name][0], weights)
+            for key, value in numbers.items():
+                close(f"{name} {key}", [found[key]], [value], 1.0e-3)
+    if single:
+        norms = [numbers["grad_norm"] for _, numbers in results.values()]
+        assert len({round(norm, 6) for norm in norms}) == len(norms), norms
+
+
+SCENES = {"dense": dense, "experts": experts, "refuse": refuse, "steps": steps}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
