@@ -233,6 +233,8 @@ class TrainerConfig:
     """balanced (Algorithm 1), ffd (first-fit-decreasing) or padded (fixed count, for comparison)."""
     recompute: bool = False
     """Recompute activations in the backward pass (long contexts)."""
+    weight_history: int = 1
+    """Older versions whose weights are kept (in host memory) to compare the engine's log-probabilities."""
     vocab_divisor: int = 128
     """The vocabulary is padded to a multiple of this times tp (never exported, never sampled)."""
     critic_lr: float = 0.0
