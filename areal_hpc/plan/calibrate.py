@@ -3,7 +3,7 @@
 Reads config.yaml, telemetry/*.jsonl and the spool. What the files hold:
 trainer-*.jsonl   spans train.step (num_tokens), weights.publish (total_s)
 rollout-*.jsonl   gauges rollout.running and rollout.generated_tokens once a second,
-                  spans rollout.update (pause_s, load_s, pause_to_resume_s), gauge rollout.reward_s
+                  spans rollout.update (stage_s, pause_s, load_s, pause_to_resume_s), gauge rollout.reward_s
 spool             answers of whole groups
 
 A decode step is fitted to the gauges: an interval of s seconds with g new tokens at m
@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -158,15 +158,11 @@ def fit_decode(
         )
     seconds, tokens, running = usable.T
     design = np.stack([tokens / running, tokens], axis=1)
-    if running.max() >= MIN_SPREAD * running.min():
-        found = _nonnegative(design, seconds)
-        # Once more without the worst tenth: an engine that idled within an interval looks slow.
-        error = np.abs(design @ found - seconds)
-        kept = error <= np.quantile(error, 0.9)
-        found = _nonnegative(design[kept], seconds[kept])
-        return float(found[0]), float(found[1]), True
-    scale = seconds.sum() / (design @ np.array(guess)).sum()
-    return guess[0] * scale, guess[1] * scale, False
+    apart = running.max() >= MIN_SPREAD * running.min()
+    found = _nonnegative(design, seconds) if apart else np.array(guess)
+    # Slow phases count as much as they lasted: the fit may shape the curve, not the total.
+    found = found * seconds.sum() / (design @ found).sum()
+    return float(found[0]), float(found[1]), apart
 
 
 def _nonnegative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -225,10 +221,15 @@ def _steps(trainer: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _intervals(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float, float]]:
-    """(seconds, tokens, running sequences) between two gauges of one engine, updates left out."""
+    """(seconds, tokens, running sequences) between two gauges of one engine, updates left out.
+
+    A slow engine may finish no step between two gauges: such an interval joins the next.
+    """
     events = list(events)
     updates = [
-        (event["t"], event["t"] + event["d"]) for event in events if event.get("s") == "rollout.update"
+        (event["t"] - event.get("stage_s", 0.0), event["t"] + event["d"])
+        for event in events
+        if event.get("s") == "rollout.update"
     ]
     readings: list[tuple[float, float, float]] = []
     tokens = None
@@ -238,10 +239,17 @@ def _intervals(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float,
         elif event.get("c") == "rollout.running" and tokens is not None:
             readings.append((event["t"], tokens, event["v"]))
             tokens = None
+    seconds = running_s = 0.0
     for (begin, before, running), (end, after, still) in itertools.pairwise(readings):
         interrupted = any(start < end and stop > begin for start, stop in updates)
-        if not interrupted and running > 0 and still > 0 and end - begin <= MAX_GAP_S:
-            yield end - begin, after - before, (running + still) / 2
+        if interrupted or not running or not still or end - begin > MAX_GAP_S:
+            seconds = running_s = 0.0
+            continue
+        seconds += end - begin
+        running_s += (end - begin) * (running + still) / 2
+        if after > before:
+            yield seconds, after - before, running_s / seconds
+            seconds = running_s = 0.0
 
 
 def _publication(
@@ -254,12 +262,14 @@ def _publication(
     # A drain waits for answers, which the simulation does by itself.
     drains = config.rollout.on_update is OnUpdate.drain
     for event in (event for events in rollouts for event in events if event.get("s") == "rollout.update"):
-        pauses[event["version"]].append(event["pause_to_resume_s"] - (event["pause_s"] if drains else 0.0))
+        # While bytes arrive the engine's workers do nothing else.
+        still = event.get("stage_s", 0.0) + event["pause_to_resume_s"] - (event["pause_s"] if drains else 0.0)
+        pauses[event["version"]].append(still)
     if not totals or not pauses:
         notes.append("no publication was measured: its times are estimates")
         return rates
-    load_s = median(max(slowest) for slowest in pauses.values())
-    return replace(rates, stage_s=max(0.0, median(totals) - load_s), load_s=load_s)
+    load_s = fmean(max(slowest) for slowest in pauses.values())
+    return replace(rates, stage_s=max(0.0, fmean(totals) - load_s), load_s=load_s)
 
 
 def _scoring(rates: Rates, rollouts: list[list], notes: list[str]) -> Rates:

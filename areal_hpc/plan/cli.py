@@ -128,7 +128,7 @@ def _describe(report: Report, config: Config, shape: ModelShape, assumed: Assump
         "token; "
         f"prefill {rates.prefill_tokens_s:,.0f} tokens/s per engine; trainer "
         f"{rates.train_tokens_s:,.0f} tokens/s + {rates.train_step_s:.2f} s a step; "
-        f"new weights {rates.stage_s:.2f} s beside generation + {rates.load_s:.2f} s pause"
+        f"new weights stop generation for {rates.load_s:.2f} s"
     )
     report.data |= {
         "model": {"name": shape.name, "parameters": shape.parameters},

@@ -135,8 +135,7 @@ def estimate_rates(
         * hardware.train_part
         / train_flops(config, shape, lengths, prompt_tokens),
         train_step_s=hardware.batch_s + hardware.optimizer_s * config.algorithm.minibatches,
-        stage_s=weight_bytes / hardware.network,
-        load_s=hardware.load_s + weight_bytes / hardware.load,
+        load_s=hardware.load_s + weight_bytes / hardware.network + weight_bytes / hardware.load,
         reward_s=0.01,
         reward_workers=config.rewards.workers,
         commit_s=config.rollout.shard_latency_s,

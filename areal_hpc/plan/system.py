@@ -20,9 +20,9 @@ class Rates:
     train_step_s: float = 0.0
     """Part of a training step that does not grow with its tokens."""
     stage_s: float = 0.0
-    """Transfer of new weights while engines go on."""
+    """What the trainer does for a publication before the engines are touched."""
     load_s: float = 0.0
-    """Pause of an engine that loads them."""
+    """Standstill of an engine that receives new weights and loads them."""
     reward_s: float = 0.0
     reward_workers: int = 1
     commit_s: float = 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import load_config, save_config
-from areal_hpc.plan.calibrate import calibrate, fit_decode, fit_training, measured_speed
+from areal_hpc.plan.calibrate import _intervals, calibrate, fit_decode, fit_training, measured_speed
 from areal_hpc.spool.shard import ShardWriter
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.types import Trajectory
@@ -74,8 +74,9 @@ def made_run(root: Path, *, steps: int = 12, skip: tuple[str, ...] = ()) -> Path
         # An update, and what is read across it, must not count.
         lines.append({"t": clock, "c": "rollout.generated_tokens", "v": tokens})
         lines.append({"t": clock, "c": "rollout.running", "v": 50})
-        lines.append({"t": clock + 0.1, "d": 0.2, "s": "rollout.update", "version": 1, "pause_s": 0.05,
-                      "load_s": 0.1, "pause_to_resume_s": 0.2})  # fmt: skip
+        lines.append({"t": clock + 0.15, "d": 0.15, "s": "rollout.update", "version": 1, "pause_s": 0.05,
+                      "load_s": 0.1, "stage_s": 0.05,
+                      "pause_to_resume_s": 0.15})  # fmt: skip
         lines.append({"t": clock + 1, "c": "rollout.generated_tokens", "v": tokens + 1})
         lines.append({"t": clock + 1, "c": "rollout.running", "v": 50})
         lines.append({"t": clock + 1, "c": "rollout.reward_s", "v": 6.0, "checks": 300})
@@ -132,12 +133,22 @@ def test_alike_batches_keep_the_guessed_proportion():
         fit_decode(intervals[:2], (1e-3, 1e-4))
 
 
-def test_decode_fit_ignores_an_interval_with_an_idle_engine():
+def test_slow_phases_count_as_long_as_they_lasted():
+    """Ten intervals at a tenth of the speed: predicted over all of them, the total time is right."""
     rng = np.random.default_rng(1)
-    intervals = [(1.0, m / (BASE + PER_SEQUENCE * m), m) for m in rng.integers(2, 80, 40).astype(float)]
-    idle = [(3.0, 20 / (BASE + PER_SEQUENCE * 20), 20.0)] * 2
-    base, per_sequence, _ = fit_decode(intervals + idle, (1, 1))
-    assert (base, per_sequence) == (pytest.approx(BASE, rel=0.02), pytest.approx(PER_SEQUENCE, rel=0.02))
+    sizes = rng.integers(2, 80, 40).astype(float)
+    intervals = [(1.0, m / (BASE + PER_SEQUENCE * m), m) for m in sizes]
+    intervals += [(1.0, 0.1 * m / (BASE + PER_SEQUENCE * m), m) for m in sizes[:10]]
+    base, per_sequence, _ = fit_decode(intervals, (1, 1))
+    assert sum(g / m * (base + per_sequence * m) for _, g, m in intervals) == pytest.approx(50)
+
+
+def test_an_interval_without_a_token_joins_the_next(tmp_path):
+    lines = []
+    for clock, tokens in enumerate((0, 0, 60, 60, 60, 200)):
+        lines.append({"t": clock, "c": "rollout.generated_tokens", "v": tokens})
+        lines.append({"t": clock, "c": "rollout.running", "v": 10 + clock})
+    assert list(_intervals(lines)) == [(2.0, 60, 11.0), (3.0, 140, 13.5)]
 
 
 def test_a_fixed_cost_is_only_told_from_steps_of_several_sizes():

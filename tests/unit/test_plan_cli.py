@@ -14,7 +14,7 @@ CONFIG = """
 run: {device: cuda, total_steps: 40}
 model: {dtype: bfloat16, max_context: 4096}
 rollout: {group_size: 8, max_new_tokens: 3072, max_num_seqs: 64}
-trainer: {batch_size: 512, micro_batch_tokens: 8192, dp: 8, recompute: true}
+trainer: {batch_size: 256, micro_batch_tokens: 8192, dp: 8, recompute: true}
 groups:
   trainer: {nodes: 2, ranks_per_node: 4, gpus_per_rank: 1}
   rollout: {nodes: 3, ranks_per_node: 4, gpus_per_rank: 1}
@@ -62,7 +62,7 @@ def test_the_same_plan_twice(config_file):
 def test_hours_are_tokens_over_speed(config_file):
     data = planned(config_file, "run.total_steps=2000")
     split = data["splits"][1]["async"]
-    tokens = 2000 * 512 * data["lengths"]["mean"]
+    tokens = 2000 * 256 * data["lengths"]["mean"]
     assert split["hours"] * 3600 == pytest.approx(tokens / split["tokens_per_s"], rel=0.03)
 
 

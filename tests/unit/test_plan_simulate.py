@@ -157,6 +157,18 @@ def test_more_staleness_is_not_slower_and_sync_is_slowest():
     assert speeds[0] < speeds[1] <= speeds[2] * 1.02
 
 
+def test_a_batch_waits_for_stragglers_rather_than_losing_them():
+    """Long tails at eta = 1: without the bound they are trained too old, with it the trainer waits."""
+    lengths = LogNormal(300, 3000)
+    free, bounded = (
+        Simulation(system(eta=1, bounded=b, num_engines=8), lengths, 0).run(40) for b in (False, True)
+    )
+    assert free.staleness_max > 1 and free.discarded == 0
+    assert bounded.staleness_max == 1
+    assert bounded.discarded < 0.02 * 40 * 64
+    assert bounded.tokens_per_s < free.tokens_per_s
+
+
 def test_keeping_the_cache_saves_the_prefill():
     """Slow prefill: recomputing must cost what the caches hold, no more and no less than that."""
     rates = replace(RATES, prefill_tokens_s=2e3)
