@@ -1,0 +1,91 @@
+"""Whole checkpoints are found, damaged ones passed over by name, old ones removed by rule."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.paths import RunPaths
+from areal_hpc.trainer.checkpoint_folder import (
+    DamagedCheckpoint,
+    Manifest,
+    describe_file,
+    find_checkpoint,
+    list_checkpoints,
+    prune,
+    remove_leftovers,
+    verify,
+    write_manifest,
+)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path)
+    paths.create()
+    return paths
+
+
+def make(paths: RunPaths, step: int) -> Path:
+    folder = paths.checkpoint(step)
+    (folder / "policy").mkdir(parents=True)
+    names = ["policy/__0_0.distcp", "policy/common.pt"]
+    for name in names:
+        (folder / name).write_bytes(f"{name} of {step}".encode() * 100)
+    write_manifest(folder, Manifest(step, step, "d", "l", {name: describe_file(folder / name) for name in names}))
+    return folder
+
+
+def test_the_newest_is_found(paths):
+    assert find_checkpoint(paths) is None
+    for step in (5, 10, 200):
+        make(paths, step)
+    folder, manifest = find_checkpoint(paths)
+    assert folder == paths.checkpoint(200) and manifest.train_step == manifest.version == 200
+    assert find_checkpoint(paths, 10)[1].train_step == 10
+    assert find_checkpoint(paths, 11) is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "outside"])
+def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(paths, damage, caplog):
+    make(paths, 1)
+    folder = make(paths, 2)
+    file = folder / "policy/__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[50] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "remove":
+        file.unlink()
+    elif damage == "manifest":
+        (folder / "manifest.json").write_text("{")
+    else:
+        text = (folder / "manifest.json").read_text()
+        (folder / "manifest.json").write_text(text.replace("policy/common.pt", "../../secret"))
+    with caplog.at_level(logging.WARNING):
+        found, manifest = find_checkpoint(paths)
+    assert manifest.train_step == 1
+    assert str(folder) in caplog.text
+    with pytest.raises(DamagedCheckpoint, match="step-00000002"):
+        verify(folder)
+    with pytest.raises(DamagedCheckpoint):
+        find_checkpoint(paths, 2)
+
+
+def test_retention(paths):
+    for step in (10, 20, 30, 40, 50, 60):
+        make(paths, step)
+    removed = prune(paths, keep_last=2, keep_every=30)
+    assert [folder.name for folder in removed] == ["step-00000010", "step-00000020", "step-00000040"]
+    assert [int(folder.name[5:]) for folder in list_checkpoints(paths)] == [30, 50, 60]
+    assert prune(paths, keep_last=2, keep_every=30) == []
+
+
+def test_leftovers_of_a_crash_are_no_checkpoints(paths):
+    make(paths, 3)
+    paths.checkpoint(4).with_name(".step-00000004.tmp").mkdir()
+    assert [folder.name for folder in list_checkpoints(paths)] == ["step-00000003"]
+    remove_leftovers(paths)
+    assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["step-00000003"]
