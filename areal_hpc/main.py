@@ -127,11 +127,11 @@ def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
     else:
         where = f"{world.role} {world.role_rank} on {world.host}"
         log = paths.log(world.role, world.role_rank)
-    echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:2000]} (log: {log})")
+    echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:500]} (log: {log})")
     code = 1
     if isinstance(error, ConfigError):
         code = 2
-        _refuse(paths, f"{where}: {summary[:2000]}")
+        _refuse(paths, f"{where}: {summary[:500]}")
     try:
         kill_children()
         from mpi4py import MPI

@@ -8,6 +8,7 @@ dataclass of numpy arrays and travels through HDF5 only.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 
 import msgspec
@@ -63,6 +64,16 @@ class Lease(msgspec.Struct, frozen=True):
     sampling: SamplingSpec
 
 
+def token_checksum(
+    tokens: np.ndarray, loss_mask: np.ndarray, rollout_logprobs: np.ndarray, versions: np.ndarray
+) -> int:
+    """Crc32 over the bytes of one trajectory's per-token arrays."""
+    state = zlib.crc32(np.ascontiguousarray(tokens, np.int32))
+    state = zlib.crc32(np.ascontiguousarray(loss_mask, np.uint8), state)
+    state = zlib.crc32(np.ascontiguousarray(rollout_logprobs, np.float32), state)
+    return zlib.crc32(np.ascontiguousarray(versions, np.int32), state)
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One answer with its prompt; all per-token arrays have the shape [num_tokens].
@@ -101,6 +112,11 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
     @property
+    def checksum(self) -> int:
+        """Crc32 over the per-token arrays."""
+        return token_checksum(self.tokens, self.loss_mask, self.rollout_logprobs, self.versions)
+
+    @property
     def min_version(self) -> int:
         """Version of the oldest trained token; PROMPT_VERSION if none is trained."""
         trained = self.versions[self.loss_mask.astype(bool)]
@@ -120,16 +136,22 @@ class ShardRow(msgspec.Struct, frozen=True):
     max_version: int
     reward: float
     finish_reason: str
+    checksum: int
 
 
 class ManifestRow(msgspec.Struct, frozen=True):
-    """One trajectory of a training batch: row `row` of shard `shards[shard]`."""
+    """One trajectory of a training batch: row `row` of shard `shards[shard]`.
+
+    `checksum` is that of the arrays the rollout had in memory: what is trained is compared
+    with it, byte for byte.
+    """
 
     shard: int
     row: int
     group_id: int
     sample_index: int
     num_tokens: int
+    checksum: int
 
 
 class BatchManifest(msgspec.Struct, frozen=True):

@@ -54,7 +54,11 @@ def merge_config(schema: type[T], path: str | Path, overrides: list[str] | tuple
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), given if given else {}, OmegaConf.from_dotlist(list(overrides)))
+        # `key=` means the empty text, not YAML's null.
+        given_here = [f'{override}""' if override.endswith("=") else override for override in overrides]
+        merged = OmegaConf.merge(
+            OmegaConf.structured(schema), given if given else {}, OmegaConf.from_dotlist(given_here)
+        )
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -214,6 +218,8 @@ def check_trainer(config: Config) -> None:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature} must be above 0: training needs a distribution"
         )
+    if trainer.weight_history < 0:
+        raise ConfigError(f"trainer.weight_history={trainer.weight_history} must not be negative")
     if trainer.sequence_parallel and trainer.tp == 1:
         raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
 

@@ -10,6 +10,7 @@ for rather than thrown away.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -169,18 +170,23 @@ def choose_epoch(
     waiting = [entry for entry in under_way if entry[1] + eta >= version]
     if not waiting:
         return Choice(chosen)
-    ready = list(batcher.classes())
     places = min(batch_size, batcher.num_trajectories(chosen))
-    for bound in sorted({entry[1] for entry in (*ready, *waiting)}):
+    entries = [(oldest, epoch, count, epoch == chosen) for epoch, oldest, count in batcher.classes()]
+    entries += [(oldest, epoch, count, False) for epoch, oldest, count in waiting]
+    in_batch = num_batches = 0
+    needed: Counter[int] = Counter()
+    for bound, members in itertools.groupby(sorted(entries), key=lambda entry: entry[0]):
         assert bound + eta >= version, "too old groups were not discarded"
-        old_ready = sum(count for epoch, oldest, count in ready if epoch == chosen and oldest <= bound)
-        if old_ready >= places:
+        for _, epoch, count, may_be_in_batch in members:
+            if may_be_in_batch:
+                in_batch += count
+            else:
+                num_batches -= -(-needed[epoch] // batch_size)
+                needed[epoch] += count
+                num_batches += -(-needed[epoch] // batch_size)
+        if in_batch >= places:
             break  # nothing younger is in the batch: waiting would not change it
-        needed: Counter[int] = Counter()
-        for epoch, oldest, count in (*ready, *waiting):
-            needed[epoch] += count if oldest <= bound else 0
-        needed[chosen] -= old_ready
-        if sum(-(-count // batch_size) for count in needed.values()) > bound + eta - version:
+        if num_batches > bound + eta - version:
             return Choice(None, held_for=bound)
     return Choice(chosen)
 
@@ -192,7 +198,9 @@ def make_manifest(groups: list[ReadyGroup], *, train_step: int, version: int, dp
     """
     shards = {path: index for index, path in enumerate(dict.fromkeys(group.path for group in groups))}
     rows = [
-        ManifestRow(shards[group.path], row.row, row.group_id, row.sample_index, row.num_tokens)
+        ManifestRow(
+            shards[group.path], row.row, row.group_id, row.sample_index, row.num_tokens, row.checksum
+        )
         for group in groups
         for row in group.rows
     ]

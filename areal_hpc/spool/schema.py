@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_hpc.types import PROMPT_VERSION, ShardRow, Trajectory
+from areal_hpc.types import PROMPT_VERSION, ShardRow, Trajectory, token_checksum
 
 SCHEMA_VERSION = 1
 
@@ -137,9 +137,16 @@ def describe_rows(shard: ShardArrays) -> tuple[ShardRow, ...]:
         shard.arrays["reward"],
     ]
     listed = [column.tolist() for column in columns]
+    per_token = [shard.arrays[name] for name in ("tokens", "loss_mask", "rollout_logprobs", "versions")]
+    checksums = [
+        token_checksum(*(array[start:end] for array in per_token))
+        for start, end in zip(shard.offsets[:-1].tolist(), shard.offsets[1:].tolist(), strict=True)
+    ]
     return tuple(
-        ShardRow(row, *values, finish_reason=reason)
-        for row, (values, reason) in enumerate(zip(zip(*listed, strict=True), reasons, strict=True))
+        ShardRow(row, *values, finish_reason=reason, checksum=checksum)
+        for row, (values, reason, checksum) in enumerate(
+            zip(zip(*listed, strict=True), reasons, checksums, strict=True)
+        )
     )
 
 

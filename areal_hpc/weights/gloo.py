@@ -32,7 +32,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from areal_hpc.weights.client import RolloutClient
 from areal_hpc.weights.source import ExportSource, Layout, describe_metadata
-from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, cancellation, map_stage
+from areal_hpc.weights.stage import TransferControl
+from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, TransferCancelled
 
 IN_FLIGHT = 2
 """Buckets on the wire at once: one is filled while another travels."""
@@ -117,9 +118,10 @@ def lay_aside(group: BucketGroup | None) -> None:
 
 
 class GlooEngine(StagedEngine):
-    """Worker side."""
+    """Worker side; the engine generates while buckets come in."""
 
     init_info_cls = GlooInitInfo
+    receives_in_background = True
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -145,11 +147,19 @@ class GlooEngine(StagedEngine):
         if self._group is None:
             raise RuntimeError("this engine is not connected to the trainer")
         layout = Layout.of(update_info.names, update_info.dtype_names, update_info.shapes)
-        stream = map_stage(update_info.stage, layout.total_bytes)
-        raise_if_cancelled = cancellation(update_info)
-        for start in range(0, layout.total_bytes, self._bucket_bytes):
-            self._group.broadcast(stream[start : start + self._bucket_bytes], raise_if_cancelled)
-        self._group.finish(raise_if_cancelled)
+        stream = self._stages.open(update_info.stage, layout.total_bytes)
+        control = TransferControl(update_info.control)
+
+        def raise_if_cancelled() -> None:
+            if control.is_cancelled(update_info.attempt):
+                raise TransferCancelled(f"attempt {update_info.attempt} was given up by the trainer")
+
+        try:
+            for start in range(0, layout.total_bytes, self._bucket_bytes):
+                self._group.broadcast(stream[start : start + self._bucket_bytes], raise_if_cancelled)
+            self._group.finish(raise_if_cancelled)
+        finally:
+            control.close()
 
     def shutdown(self) -> None:
         super().shutdown()

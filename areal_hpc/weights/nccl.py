@@ -2,7 +2,8 @@
 
 The trainer side is vLLM's own, and so are the packed buckets on the wire. vLLM's worker
 engine loads each bucket as it arrives, which leaves a mixed model when a later bucket
-fails; here a bucket is copied to the stage instead.
+fails; here a bucket is copied to the stage instead. The engine waits meanwhile: NCCL
+calls of two groups on one GPU must not be under way at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm.distributed.weight_transfer.nccl_common import (
 from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 
 from areal_hpc.weights.source import Layout
-from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo, map_stage
+from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo
 
 
 class NcclEngine(StagedEngine):
@@ -41,7 +42,7 @@ class NcclEngine(StagedEngine):
         layout = Layout.of(update_info.names, update_info.dtype_names, update_info.shapes)
         places: dict[str, torch.Tensor] = {}
         if self._fills_stage:
-            places = dict(layout.views(map_stage(update_info.stage, layout.total_bytes)))
+            places = dict(layout.views(self._stages.open(update_info.stage, layout.total_bytes)))
 
         def keep(bucket: list[tuple[str, torch.Tensor]]) -> None:
             for name, tensor in bucket:

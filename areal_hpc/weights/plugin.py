@@ -9,8 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-CONTROL_BYTES = 8
-"""Size of the number with which a rollout rank cancels an update (see `staged`)."""
 ENGINE_LOG_VARIABLE = "AREAL_ENGINE_LOG"
 WORKER_BACKENDS = {
     "areal_gloo": ("areal_hpc.weights.gloo", "GlooEngine"),

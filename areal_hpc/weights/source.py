@@ -27,7 +27,7 @@ class ExportSource(WeightSource):
 
     Each call of `tensors_fn` starts a fresh pass that holds collectives: a pass that was
     begun must be run to its end on every rank, whatever became of the transfer. `drain`
-    does that.
+    does that. After `take_snapshot` passes go over a copy and hold none.
     """
 
     def __init__(self, metadata_fn: MetadataFn, tensors_fn: TensorsFn) -> None:
@@ -35,6 +35,7 @@ class ExportSource(WeightSource):
         self._tensors_fn = tensors_fn
         self._metadata: list[ParamMeta] | None = None
         self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._snapshot: list[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[ParamMeta]:
         if self._metadata is None:
@@ -46,7 +47,7 @@ class ExportSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """One pass; ValueError if it does not bring what `metadata` declared, in that order."""
         declared = iter(self.metadata())
-        self._pass = iter(self._tensors_fn())
+        self._pass = self._begin_pass()
         for name, tensor in self._pass:
             expected = next(declared, None)
             found = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
@@ -63,9 +64,23 @@ class ExportSource(WeightSource):
     def drain(self) -> None:
         """Run this publication's pass to its end without using it."""
         if self._pass is None:
-            self._pass = iter(self._tensors_fn())
+            self._pass = self._begin_pass()
         for _ in self._pass:
             pass
+
+    def take_snapshot(self, *, keep: bool) -> None:
+        """Export once, on every rank; with `keep` (the lead) later passes go over a copy of it.
+
+        The copy lies where the tensors lie, as large as the whole model.
+        """
+        copies = []
+        for name, tensor in self._tensors_fn():
+            if keep:
+                copies.append((name, tensor.detach().clone()))
+        self._snapshot = copies
+
+    def _begin_pass(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors_fn() if self._snapshot is None else self._snapshot)
 
 
 @dataclass(frozen=True)

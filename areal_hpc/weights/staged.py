@@ -2,16 +2,18 @@
 
 Runs in vLLM's worker processes. An update has two halves. `update_weights` brings every
 byte into host memory and touches no parameter, so that a transfer which fails leaves the
-model as it is; `finish_weight_update` loads what is staged, under a pause. The stage is
-memory that the rollout rank owns (a memfd, opened by path): it outlives this process,
-and a restarted engine is given the same weights again.
+model as it is, and may go on in a thread while the engine generates. `finish_weight_update`
+loads what is staged, under a pause. The stage is memory that the rollout rank owns: it
+outlives this process, and a restarted engine is given the same weights again.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,13 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 
-from areal_hpc.weights.plugin import CONTROL_BYTES
 from areal_hpc.weights.source import Layout
+from areal_hpc.weights.stage import TransferControl
+
+logger = logging.getLogger(__name__)
+
+KEPT_MAPPINGS = 2
+"""Stages that a rank uses in turn."""
 
 
 @dataclass
@@ -31,8 +38,8 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     stage: path of the host memory that holds the byte stream; "" when `folder` is given.
     folder: safetensors files to load instead. aliases: further names -> the tensor they
     share (tied embeddings: vLLM's CPU engine keeps a repacked head of its own). abandon:
-    forget what was staged; the finish that follows loads nothing. control: path of a
-    number in shared memory; an update whose `attempt` is not above it has been cancelled.
+    forget what was staged; the finish that follows loads nothing. control, attempt: where
+    this transfer reports its end and learns that it was cancelled (stage.TransferControl).
     """
 
     names: list[str] = field(default_factory=list)
@@ -51,29 +58,27 @@ class TransferCancelled(RuntimeError):
     """The trainer gave this update up."""
 
 
-def cancellation(info: StagedUpdateInfo) -> Callable[[], None]:
-    """A function that raises TransferCancelled once the update's rank has cancelled it."""
-    descriptor = os.open(info.control, os.O_RDONLY)
-    try:
-        mapping = mmap.mmap(descriptor, CONTROL_BYTES, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
+class StageMap:
+    """Maps stages by path and keeps the last few: mapping one anew costs a fault per page."""
 
-    def raise_if_cancelled() -> None:
-        if int.from_bytes(mapping[:CONTROL_BYTES], "little") >= info.attempt:
-            raise TransferCancelled(f"attempt {info.attempt} of this update was cancelled")
+    def __init__(self) -> None:
+        self._mappings: dict[tuple[int, int], torch.Tensor] = {}
 
-    return raise_if_cancelled
-
-
-def map_stage(path: str, num_bytes: int) -> torch.Tensor:
-    """The stage as a writable uint8 tensor of exactly `num_bytes`; the mapping lives as long as it does."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        mapping = mmap.mmap(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    def open(self, path: str, num_bytes: int) -> torch.Tensor:
+        """The first `num_bytes` of a stage as a writable uint8 tensor."""
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            # A path may come to mean another memfd; its inode does not.
+            key = (os.fstat(descriptor).st_ino, num_bytes)
+            found = self._mappings.pop(key, None)
+            if found is None:
+                found = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+        self._mappings[key] = found
+        while len(self._mappings) > KEPT_MAPPINGS:
+            del self._mappings[next(iter(self._mappings))]
+        return found
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,9 +98,13 @@ class StagedEngine(WeightTransferEngine[Any, StagedUpdateInfo]):
     update_info_cls = StagedUpdateInfo
     supports_draft_weight_update = False
 
+    receives_in_background = False
+    """True where a transfer may run beside the engine's own work."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pending: StagedUpdateInfo | None = None
+        self._stages = StageMap()
 
     @property
     def _fills_stage(self) -> bool:
@@ -112,8 +121,24 @@ class StagedEngine(WeightTransferEngine[Any, StagedUpdateInfo]):
         if info.abandon:
             return
         if info.receive:
-            self.receive_weights(info)
+            if self.receives_in_background:
+                threading.Thread(target=self._receive, args=(info,), daemon=True).start()
+            else:
+                self._receive(info)
         self._pending = info
+
+    def _receive(self, info: StagedUpdateInfo) -> None:
+        """Bring the bytes; the rank reads how it ended from the transfer's control."""
+        error = ""
+        try:
+            self.receive_weights(info)
+        except Exception as failure:  # reported, not raised: it may be in a thread
+            logger.exception("the transfer of weights failed")
+            error = f"{type(failure).__name__}: {failure}"
+        if self._fills_stage:
+            control = TransferControl(info.control)
+            control.end(info.attempt, error)
+            control.close()
 
     def finish_weight_update(self) -> None:
         if self._pending is None:
@@ -135,7 +160,7 @@ class StagedEngine(WeightTransferEngine[Any, StagedUpdateInfo]):
             pairs = read_folder(info.folder)
         else:
             layout = Layout.of(info.names, info.dtype_names, info.shapes)
-            pairs = layout.views(map_stage(info.stage, layout.total_bytes))
+            pairs = layout.views(self._stages.open(info.stage, layout.total_bytes))
         wanted = {shared: alias for alias, shared in info.aliases.items()}
         for name, tensor in pairs:
             yield name, tensor

@@ -2,14 +2,19 @@
 
 `TrainerWeights` is built by every trainer rank and called by all of them in lockstep (the
 export holds collectives); only the lead talks to rollouts. vLLM's trainer engine does the
-transfer; here lies what makes it all or nothing: offer, send, commit or abandon. vLLM is
-imported at the first `connect`, not before.
+transfer; here lies what makes it all or nothing: offer, send, commit or abandon. With
+weights.overlap the transfer takes a copy of the weights and runs in a thread of the lead.
+vLLM is imported at the first `connect`, not before.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc.config.schema import Config, Device, WeightBackend
@@ -26,6 +31,15 @@ logger = logging.getLogger(__name__)
 
 class PublishError(RuntimeError):
     """Nothing was published; every engine that lives serves the version before."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How a publication in the background ended: `error` is "" and `timings` are there, or not."""
+
+    version: int
+    timings: dict[str, float]
+    error: str = ""
 
 
 def resolve_backend(config: Config) -> WeightBackend:
@@ -62,6 +76,9 @@ class TrainerWeights:
         self._source: ExportSource | None = None
         self._engine: Any = None
         self._rollout_ranks: tuple[int, ...] = ()
+        self._snapshot_version: int | None = None
+        self._background: Future[dict[str, float]] | None = None
+        self._background_version = 0
 
     def connect(self, rollout_ranks: tuple[int, ...]) -> None:
         """Build the transfer group with these world ranks; called by every trainer rank.
@@ -93,11 +110,45 @@ class TrainerWeights:
         `transfer_s`, and the slowest engine's `pause_to_resume_s`). Raises PublishError on
         the lead when nothing was published; other ranks never learn of that.
         """
-        assert self._source is not None and self._client is not None, "connect first"
+        assert self._source is not None and self._background is None, "connect first, one at a time"
         self._source.begin_publication()
         if not self._world.is_trainer_lead:
             self._engine.send_weights()
             return {}
+        return self._publish(version)
+
+    def begin(self, version: int) -> None:
+        """Start to publish the current weights as `version`, and return once they are copied.
+
+        Called by every trainer rank; training may change the weights at once. A version
+        that was begun before is sent again from its copy (a retry after a failure). The
+        copy, as large as the model, stays with the lead until the next version's.
+        """
+        assert self._source is not None and self._background is None, "connect first, one at a time"
+        if version != self._snapshot_version:
+            with self._telemetry.span("weights.snapshot", version=version):
+                self._source.take_snapshot(keep=self._world.is_trainer_lead)
+            self._snapshot_version = version
+        if self._world.is_trainer_lead:
+            self._source.begin_publication()
+            self._background_version = version
+            self._background = in_thread(self._publish, version)
+
+    def finished(self) -> Publication | None:
+        """The publication that was begun, once it has ended; None before, and on other ranks.
+
+        Raises what ends the run (an engine that was told to serve and did not answer).
+        """
+        if self._background is None or not self._background.done():
+            return None
+        background, self._background = self._background, None
+        try:
+            return Publication(self._background_version, background.result())
+        except PublishError as error:
+            return Publication(self._background_version, {}, str(error))
+
+    def _publish(self, version: int) -> dict[str, float]:
+        assert self._client is not None
         begin = time.perf_counter()
         with self._telemetry.span("weights.publish", version=version) as attributes:
             try:
@@ -119,6 +170,7 @@ class TrainerWeights:
         return timings
 
     def close(self) -> None:
+        """Let go of the transfer group; `connect` or the next publication builds a new one."""
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
@@ -136,7 +188,7 @@ class TrainerWeights:
         logger.warning("publication of version %d failed: %s", version, error)
         # The group may hold a half-sent bucket: the next publication needs a new one.
         self.close()
-        # The other trainer ranks are still in this pass.
+        # The other trainer ranks may still be in this pass.
         self._source.drain()
         try:
             self._client.abandon()
@@ -187,3 +239,22 @@ class TrainerWeights:
         hosts = self._world.hosts
         everyone = {hosts[rank] for rank in (self._world.trainer_ranks[0], *self._rollout_ranks)}
         return "127.0.0.1" if len(everyone) == 1 else hosts[self._world.trainer_ranks[0]]
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Run a call in a daemon thread, on the caller's CUDA device (a new thread has the first)."""
+    import torch
+
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="publish", daemon=True).start()
+    return future

@@ -16,12 +16,16 @@ CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights",
 class WorkerCalls:
     """Methods are vLLM's own, found on the worker that this class is mixed into."""
 
-    def weight_call(self, method: str, arguments: dict[str, Any]) -> str:
-        """Run one of CALLS; "" or what went wrong."""
-        assert method in CALLS, method
-        try:
-            getattr(self, method)(**arguments)
-        except Exception as error:  # travels as a value, see above
-            logging.getLogger(__name__).exception("weight call %s failed", method)
-            return f"{type(error).__name__}: {error}"
+    def weight_calls(self, calls: list[tuple[str, dict[str, Any]]]) -> str:
+        """Run some of CALLS in order, up to the first that fails; "" or what went wrong.
+
+        Several at once, because each trip to the workers waits for the engine's step.
+        """
+        for method, arguments in calls:
+            assert method in CALLS, method
+            try:
+                getattr(self, method)(**arguments)
+            except Exception as error:  # travels as a value, see above
+                logging.getLogger(__name__).exception("weight call %s failed", method)
+                return f"{type(error).__name__}: {error}"
         return ""

@@ -24,7 +24,7 @@ def test_a_nested_message_survives_the_wire():
     lease = Lease(3, 2, 1, 0, 8, Prompt(5, "2+2=\n", "4"), SamplingSpec(16, stop=("a",), stop_token_ids=(1,)))
     message = messages.GrantLeases((lease,))
     assert decode(encode(message)) == message
-    manifest = BatchManifest(1, 0, 0, ("spool/a.h5",), (ManifestRow(0, 1, 2, 3, 4),), ((0,),))
+    manifest = BatchManifest(1, 0, 0, ("spool/a.h5",), (ManifestRow(0, 1, 2, 3, 4, 5),), ((0,),))
     assert decode(encode(messages.TrainBatch(manifest))) == messages.TrainBatch(manifest)
 
 

@@ -26,6 +26,11 @@ def test_overrides_replace_the_files_values(minimal):
     assert config.model.tokenizer == "some/model"
 
 
+def test_an_override_without_a_value_is_the_empty_text(minimal):
+    assert load_config(minimal, ["data.train.task=chain_sum", "data.train.size=1"]).data.train.task == "chain_sum"
+    assert load_config(minimal, ["data.train.task="]).data.train.task == ""
+
+
 def test_saved_file_gives_the_same_configuration(minimal, tmp_path):
     config = load_config(minimal, ["run.seed=7"])
     save_config(config, tmp_path / "resolved.yaml")
