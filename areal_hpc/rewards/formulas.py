@@ -50,10 +50,10 @@ def parse_formula(text: str) -> Any:
         return None
     import sympy
 
-    expression = parsed[0]
-    if expression.has(sympy.nan, sympy.zoo):
-        return None
-    return expression
+    try:
+        return None if parsed[0].has(sympy.nan, sympy.zoo) else parsed[0]
+    except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError):
+        return None  # an object that even a look at its parts breaks
 
 
 def number(fraction: Fraction, percent: bool) -> Any:
@@ -66,10 +66,8 @@ def number(fraction: Fraction, percent: bool) -> Any:
 
 def formulas_match(gold: Any, answer: Any) -> bool:
     """Whether two parsed formulas mean the same; False if evaluating one would take too much."""
-    if _bits(gold) > MAX_BITS or _bits(answer) > MAX_BITS:
-        return False
     try:
-        return _equal(gold, answer)
+        return max(_bits(gold), _bits(answer)) <= MAX_BITS and _equal(gold, answer)
     except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError):
         return False  # sympy's ways to say that the two cannot be compared
 
@@ -80,39 +78,30 @@ def _bits(expression: Any) -> float:
 
     if isinstance(expression, sympy.Rational):
         return max(abs(int(expression.p)), int(expression.q)).bit_length()
-    if not getattr(expression, "args", ()):
+    members = list(expression) if isinstance(expression, sympy.MatrixBase) else expression.args
+    if not members:
         return 64
-    parts = [_bits(argument) for argument in _arguments(expression)]
-    if any(math.isinf(part) for part in parts):
-        return math.inf
-    if isinstance(expression, (sympy.Pow, sympy.exp)):
-        base, exponent = (parts[0], expression.args[1]) if isinstance(expression, sympy.Pow) else (2, None)
-        power = expression.args[-1]
-        if not power.is_number:
-            return sum(parts)
-        if parts[-1] > 64:
-            return math.inf
-        size = abs(float(power.evalf(15)))
-        if not expression.args[0].is_number and exponent is not None and size > MAX_SYMBOLIC_POWER:
-            return math.inf
-        return max(base, 1) * max(size, 1)
-    if isinstance(expression, (sympy.factorial, sympy.gamma)):
-        argument = expression.args[0]
-        if not argument.is_number:
-            return sum(parts)
-        if parts[0] > 64:
-            return math.inf
-        size = abs(float(argument.evalf(15)))
-        return size * math.log2(size + 2)
     if isinstance(expression, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)):
         return math.inf  # the answer to a question is the value, not the task
+    parts = [_bits(member) for member in members]
+    if math.inf in parts:
+        return math.inf
+    if isinstance(expression, sympy.Pow) and members[1].is_number:
+        power = _size(members[1], parts[1])
+        if not members[0].is_number and power > MAX_SYMBOLIC_POWER:
+            return math.inf
+        return max(parts[0], 1) * max(power, 1)
+    if isinstance(expression, sympy.exp) and members[0].is_number:
+        return 2 * max(_size(members[0], parts[0]), 1)
+    if isinstance(expression, (sympy.factorial, sympy.gamma)) and members[0].is_number:
+        size = _size(members[0], parts[0])
+        return size * math.log2(size + 2)
     return sum(parts)
 
 
-def _arguments(expression: Any) -> list[Any]:
-    import sympy
-
-    return list(expression) if isinstance(expression, sympy.MatrixBase) else list(expression.args)
+def _size(constant: Any, bits: float) -> float:
+    """Magnitude of a constant that takes `bits` bits; inf if that is too much to find out."""
+    return math.inf if bits > 64 else float(abs(constant.evalf(15)))
 
 
 def _equal(gold: Any, answer: Any) -> bool:
