@@ -14,16 +14,19 @@ EXAMPLES = """examples:
   areal-hpc run configs/quickstart.yaml run.seed=1 run.folder=runs/seed1
   areal-hpc run configs/quickstart.yaml run.on_existing=resume
   areal-hpc sft configs/quickstart_sft.yaml
+  areal-hpc eval configs/quickstart.yaml --model runs/quickstart
+  areal-hpc spool audit runs/quickstart
   areal-hpc plan configs/quickstart.yaml --from runs/quickstart
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    from areal_hpc.config.load import ConfigError
+    argv = sys.argv[1:] if argv is None else argv
+    command = _score if argv[:1] == ["score"] else _dispatch
+    from areal_hpc.config.errors import ConfigError
 
     try:
-        return arguments.command(arguments)
+        return command(argv[1:] if command is _score else argv)
     except ConfigError as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return 2
@@ -33,6 +36,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _dispatch(argv: list[str]) -> int:
+    arguments = parse_arguments(argv)
+    return arguments.command(arguments)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -87,6 +95,26 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="memory of one GPU (default 80)")
     plan.add_argument("--answer-tokens", type=float, metavar="N", help="mean answer (a fifth of the limit)")
     plan.add_argument("--json", action="store_true", help="print JSON")
+    evaluate = _configured(commands, "eval", _eval, "accuracy of a model or of a run's last weights on data.heldout",
+                           "areal-hpc eval configs/quickstart.yaml --model runs/quickstart")
+    evaluate.add_argument("--model", metavar="RUN|MODEL", help="run or Hugging Face folder (default: model.path)")
+    evaluate.add_argument("-o", "--output", metavar="FILE", help="write one scored answer a line")
+    # Its arguments are parsed by `_score`, so that --help of the others stays fast.
+    commands.add_parser("score", help="score the answers of a JSONL file with a reward", add_help=False)
+    export = commands.add_parser("export", help="write a checkpoint of a run as a Hugging Face folder",
+                                 description="Write a checkpoint of a run as a Hugging Face folder.",
+                                 epilog="example:\n  areal-hpc export runs/quickstart --step 20 -o models/step20",
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    export.add_argument("run", help="run folder")
+    export.add_argument("--step", type=int, help="training step (default: the newest checkpoint)")
+    export.add_argument("-o", "--output", metavar="FOLDER", help="default: exports/ in the run folder")
+    export.set_defaults(command=_export)
+    spool = commands.add_parser("spool", help="prove that a run kept its promises",
+                                description="Prove from spool and journal that the staleness bound held for every "
+                                            "sample and that each was trained at most once.")
+    spool.add_argument("action", choices=("audit",))
+    spool.add_argument("run", help="run folder")
+    spool.set_defaults(command=_spool)
     return parser
 
 
@@ -161,6 +189,56 @@ def _plan(arguments: argparse.Namespace) -> int:
         answer_tokens=arguments.answer_tokens,
         as_json=arguments.json,
     )
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from areal_hpc.config.load import ConfigError, load_config
+    from areal_hpc.paths import RunPaths
+
+    config = load_config(arguments.config, arguments.overrides)
+    model = Path(arguments.model or config.model.path)
+    if RunPaths(model).config.exists():
+        exports = sorted(RunPaths(model).exports.glob("step-*"))
+        if not exports:
+            raise ConfigError(f"--model={model} is a run without exported weights; call areal-hpc export {model} first")
+        model = exports[-1]
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"--model={model} is neither a run nor a Hugging Face folder")
+    from areal_hpc.analysis.evaluate import evaluate_and_print
+
+    return evaluate_and_print(config, model, arguments.output)
+
+
+def _score(argv: list[str]) -> int:
+    from areal_hpc.rewards.score import main as score_main
+
+    return score_main(argv)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from areal_hpc.paths import RunPaths
+    from areal_hpc.trainer.export import export_run
+
+    output = Path(arguments.output) if arguments.output else None
+    print(f"wrote {export_run(RunPaths(Path(arguments.run).resolve()), arguments.step, output)}")
+    return 0
+
+
+def _spool(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from areal_hpc.analysis.audit import audit_run
+    from areal_hpc.config.load import ConfigError
+    from areal_hpc.paths import RunPaths
+
+    root = Path(arguments.run)
+    if not RunPaths(root).ledger.exists():
+        raise ConfigError(f"{root} has no journal: not a run folder")
+    return audit_run(root)
 
 
 def _sft(arguments: argparse.Namespace) -> int:

@@ -105,9 +105,13 @@ def _column(config: DatasetConfig, name: str, ordinal: int, row: dict, column: s
 
 def _task_rows(config: DatasetConfig, name: str) -> Iterator[dict]:
     import difflib
+    import warnings
 
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with warnings.catch_warnings():
+        # Python 3.12 and a first compilation complain of code in a package it needs.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if config.task not in DATASETS:
         near = difflib.get_close_matches(config.task, DATASETS, n=1, cutoff=0.0)

@@ -71,7 +71,9 @@ def make_scratch_model(config: SftConfig, folder: Path) -> None:
     """Write a randomly initialised Qwen2-architecture model and the byte-level tokenizer."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     scratch = config.init.scratch
     folder.mkdir()
     torch.manual_seed(config.seed)
