@@ -69,7 +69,7 @@ def decide(end: StepEnd, tally: Tally, *, max_restarts: int, seconds_left: float
         return Decision(Action.DONE, f"the run is finished{note}")
     if end.refusal:
         return Decision(Action.FAIL, end.refusal)
-    if end.state == "stopped" and end.returncode == 0:
+    if end.state == "stopped" and (end.returncode == 0 or end.stop_reason):
         if end.wants_requeue or end.stop_reason:
             return Decision(Action.REQUEUE, f"stopped and saved at step {end.step_after}")
         return Decision(Action.FAIL, f"stopped on request at step {end.step_after}")

@@ -51,6 +51,8 @@ class JobStatus:
     job_id: str
     state: str
     rows: tuple[Row, ...]
+    problem: str = ""
+    """Why Slurm could not be asked, where the state is UNKNOWN."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -64,15 +66,17 @@ class JobStatus:
 def job_status(job_id: str, submitted: float = 0.0) -> JobStatus:
     """What Slurm says of job `job_id` now; UNKNOWN when it says nothing."""
     leader = leader_id(job_id)
+    problem = ""
     for ask in (_ask_squeue, _ask_sacct):
         try:
             rows = [row for row in ask(leader) if row.job_id == leader]
-        except slurm.SlurmError:
+        except slurm.SlurmError as error:
+            problem = problem or str(error)
             continue
         rows = latest(rows, submitted)
         if rows and summarize(rows) != UNKNOWN:
             return JobStatus(leader, summarize(rows), tuple(rows))
-    return JobStatus(leader, UNKNOWN, ())
+    return JobStatus(leader, UNKNOWN, (), problem)
 
 
 def leader_id(text: str) -> str:
@@ -204,7 +208,7 @@ def run_job_command(action: str, target: str) -> int:
 
 def _show(record: JobRecord, paths: RunPaths | None) -> int:
     status = job_status(record.job_id, record.submitted)
-    print(f"job {status.job_id}: {status.state}")
+    print(f"job {status.job_id}: {status.state}" + (f" ({status.problem})" if status.problem else ""))
     for row in status.rows:
         reason = f" ({row.reason})" if row.reason not in ("", "None") else ""
         print(f"  component {row.offset}: {row.state}{reason} {','.join(row.nodes)}")
