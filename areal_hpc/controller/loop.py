@@ -323,7 +323,7 @@ class Controller:
 
     def expire_leases(self) -> None:
         limit = self.config.rollout.lease_deadline_s
-        reason = f"not answered within {limit:.0f} s (rollout.lease_deadline_s), {self.config.rollout.max_attempts} times"
+        reason = f"not answered within {limit:g} s (rollout.lease_deadline_s), {self.config.rollout.max_attempts} times"
         self._end_leases(self.leases.expire(time.monotonic()), reason)
 
     def publish(self) -> None:
@@ -400,7 +400,7 @@ class Controller:
         limit = self.config.run.stall_deadline_s
         if time.monotonic() - self._last_progress > limit:
             raise TimeoutError(
-                f"nothing happened for {limit:.0f} s (run.stall_deadline_s); the run waits for {self.waiting_for()}"
+                f"nothing happened for {limit:g} s (run.stall_deadline_s); the run waits for {self.waiting_for()}"
             )
 
     # ---- state -------------------------------------------------------------------

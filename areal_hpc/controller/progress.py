@@ -87,15 +87,12 @@ def cut_torn_line(path: Path) -> None:
 class Progress:
     """Collects rates and writes; knows nothing of decisions."""
 
-    def __init__(
-        self, paths: RunPaths, *, ranks: dict[int, RankSign], echo_line: Callable[[str], None] = echo
-    ) -> None:
+    def __init__(self, paths: RunPaths, *, ranks: dict[int, RankSign]) -> None:
         """`ranks` by world rank."""
         self._paths = paths
         self._attempt = 1
         self.ranks = ranks
         cut_torn_line(paths.metrics)
-        self._echo = echo_line
         self._board: TensorBoard | None = None
         self._generated: dict[int, int] = {}
         self._tokens = 0
@@ -153,10 +150,10 @@ class Progress:
         self._append(record)
         self._scalars(record, values["train_step"])
         if self._lines % 20 == 0:
-            self._echo(HEADER)
+            echo(HEADER)
         self._lines += 1
         gap = trainer.get("behave_gap_fresh_max")
-        self._echo(
+        echo(
             f"{values['train_step']:>6} {values['version']:>7} {values['reward_mean']:>7.3f} "
             f"{values['accuracy']:>8.3f} {gen_rate:>9.0f} {trainer.get('tokens_per_s', 0.0):>11.0f} "
             f"{values['staleness_mean']:>6.2f}/{values['staleness_max']:<4.0f} {values['wait_s']:>6.1f} "
@@ -169,7 +166,7 @@ class Progress:
         self._append(record)
         scalars = {f"eval/{name}": value for name, value in values.items() if isinstance(value, float)}
         self._scalars(scalars, values["train_step"])
-        self._echo(
+        echo(
             f"evaluation at step {values['train_step']}: accuracy {values['accuracy']:.3f} "
             f"({values['num_prompts']:.0f} prompts, mean length {values['length_mean']:.0f}, {values['seconds']:.1f} s)"
         )
@@ -179,7 +176,7 @@ class Progress:
     def event(self, text: str, **values: object) -> None:
         """Something worth a line: a restart, a checkpoint, a dropped prompt."""
         self._append({"kind": "event", "time": time.time(), "attempt": self._attempt, "text": text, **values})
-        self._echo(text)
+        echo(text)
 
     def _append(self, record: dict[str, Any]) -> None:
         """Raises DiskFullError naming the file and the bytes missing."""

@@ -47,7 +47,7 @@ def drain(controller: Controller, stop: StopFlag) -> None:
         if time.monotonic() - begin > limit_s:
             late = [world.describe(rank) for rank in sorted(waiting)]
             late += [world.describe(world.trainer_ranks[0])] if trainers.busy else []
-            raise TimeoutError(f"waited {limit_s:.0f} s (run.drain_deadline_s) at the stop for {', '.join(late)}")
+            raise TimeoutError(f"waited {limit_s:g} s (run.drain_deadline_s) at the stop for {', '.join(late)}")
         time.sleep(POLL_S)
     seconds = time.monotonic() - begin
     state = "finished" if controller.finished else "stopped"

@@ -87,7 +87,7 @@ def wait_for_ranks(config: Config, world: World, progress: Progress, stop: StopF
             raise StoppedEarly
         if time.monotonic() > end:
             raise TimeoutError(
-                f"waited {config.run.start_deadline_s:.0f} s (run.start_deadline_s) for "
+                f"waited {config.run.start_deadline_s:g} s (run.start_deadline_s) for "
                 f"{_names(world, late)} to load"
             )
         time.sleep(POLL_S)

@@ -1,0 +1,317 @@
+"""The real controller against fake trainers and rollouts (controller_world): whole runs in a second.
+
+Each ends with the audit of its own folder, which reads journal and spool independently.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+
+import controller_world
+from areal_hpc.analysis.audit import audit
+from areal_hpc.controller import loop, progress, shutdown, startup
+from areal_hpc.controller.ledger import read_ledger
+from areal_hpc.messages import Publish, SaveCheckpoint, TrainBatch
+from areal_hpc.paths import RunPaths
+from controller_world import Crash, Disk, Faults, FakeWorld, make_config
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "echo", lines.append)
+    # A crash here loses the process, not the machine; the disk's time would be most of the test.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for module, name in ((loop, "IDLE_S"), (shutdown, "POLL_S"), (startup, "POLL_S")):
+        monkeypatch.setattr(module, name, 0.0)
+    return lines
+
+
+@pytest.fixture
+def go(tmp_path, printed):
+    """go(faults, seed, **configuration) runs one attempt in the test's folder; the disk is kept over calls."""
+    disk = Disk()
+
+    def start(faults: Faults | None = None, seed: int = 0, *, crash: bool = False, **changes: object) -> FakeWorld:
+        config = make_config(tmp_path, **changes)
+        world = FakeWorld(config, RunPaths(tmp_path / "run"), disk, seed, faults)
+        if crash:
+            with pytest.raises(Crash):
+                world.run()
+        else:
+            world.run()
+            assert world.stopped == {*world.trainer_ranks, *world.rollout_ranks}
+        result = audit(world.paths)
+        assert result.problems == []
+        return world
+
+    return start
+
+
+def samples(world: FakeWorld) -> list[tuple[int, int]]:
+    return [sample for step in world.history for sample in step.samples]
+
+
+def records(world: FakeWorld) -> list[dict]:
+    return [json.loads(line) for line in world.paths.metrics.read_text().splitlines()]
+
+
+def status(world: FakeWorld) -> dict:
+    return json.loads(world.paths.status.read_text())
+
+
+def test_a_run_from_beginning_to_end(go, printed):
+    world = go(checkpoint__every=2, eval__every=3, eval__num_samples=2)
+    assert [step.version for step in world.history] == [0, 1, 2, 3, 4, 5]
+    assert all(len(step.samples) == 8 for step in world.history)
+    assert len(set(samples(world))) == 48
+    assert max(step.version - low for step in world.history for low in step.min_versions) <= 2
+    # Every version is published once, saved at 2, 4, 6, and the last one exported.
+    assert [command.version for command in world.commands if isinstance(command, Publish)] == [1, 2, 3, 4, 5, 6]
+    saves = [command for command in world.commands if isinstance(command, SaveCheckpoint)]
+    assert [(save.train_step, save.export_hf) for save in saves] == [(2, False), (4, False), (6, True)]
+    # Evaluated before the first step, every third version and after the last, all 5 prompts.
+    assert Counter(version for version, _ in world.evaluations) == {0: 3, 3: 3, 6: 3}
+    evals = [record for record in records(world) if record["kind"] == "eval"]
+    assert [(record["train_step"], record["num_prompts"]) for record in evals] == [(0, 5), (3, 5), (6, 5)]
+    assert "pass@2" in evals[0]
+    assert len((world.paths.evals / "step-00000003.jsonl").read_text().splitlines()) == 10
+    steps = [record for record in records(world) if record["kind"] == "step"]
+    assert [record["train_step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert {"version", "epoch", "time", "attempt", "reward_mean", "accuracy", "gen_tokens_per_s", "staleness_mean",
+            "staleness_max", "wait_s", "ready_groups", "leases_expired", "trainer/loss"} <= steps[0].keys()
+    assert status(world)["state"] == "finished" and status(world)["train_step"] == 6
+    assert len([line for line in printed if line.split()[0] in "123456"]) == 6
+    assert not world.paths.lock.exists()
+    assert list(world.paths.tensorboard.glob("events*"))
+
+
+def test_sync_mode_generates_trains_updates_in_turn(go):
+    world = go(run__mode="sync", algorithm__max_staleness=4)
+    assert all(low == step.version for step in world.history for low in step.min_versions)
+    # Nothing is granted between a batch and its version: 4 groups per version, no more.
+    grants = Counter(record["version"] for record in read_ledger(world.paths.ledger) if record["k"] == "admitted")
+    assert grants == dict.fromkeys(range(6), 4)
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1, [16, 14]), (2, [16, 14, 16, 14])])
+def test_the_end_of_data_30_prompts_in_batches_of_16(go, epochs, expected):
+    world = go(
+        num_prompts=30, rollout__group_size=1, trainer__batch_size=16, data__epochs=epochs, run__total_steps=100
+    )
+    assert [len(step.samples) for step in world.history] == expected
+    for epoch in range(epochs):
+        mine = [group for step in world.history if step.manifest.epoch == epoch for group, _ in step.samples]
+        assert sorted(mine) == list(range(30 * epoch, 30 * epoch + 30))
+    assert status(world)["state"] == "finished"
+    assert any(isinstance(command, SaveCheckpoint) and command.export_hf for command in world.commands)
+
+
+def test_both_trainer_ranks_get_the_same_commands_in_order(go):
+    world = go(trainer__tp=1, trainer__dp=2, groups__trainer=controller_world.GroupConfig(nodes=2))
+    shares = [step.manifest.dp_rows for step in world.history]
+    assert all(len(share) == 2 for share in shares)
+
+
+def test_failed_publications_are_tried_again_with_the_old_version_serving(go, printed):
+    world = go(Faults(publish=0.4), seed=3, weights__max_retries=20)
+    published = [command.version for command in world.commands if isinstance(command, Publish)]
+    assert sorted(set(published)) == [1, 2, 3, 4, 5, 6] and len(published) > 6
+    assert any("was not published" in line for line in printed)
+
+
+def test_a_version_that_cannot_be_published_ends_the_run(go):
+    with pytest.raises(RuntimeError, match="version 1 could not be published in 3 attempts: test"):
+        go(Faults(publish=1.0), weights__max_retries=2)
+
+
+def test_engine_restarts_failures_stragglers_and_duplicates(go):
+    faults = Faults(restart=0.03, fail=0.1, duplicate=0.3, straggler=0.1)
+    world = go(faults, seed=5, run__total_steps=10, rollout__max_attempts=20)
+    assert len(set(samples(world))) == 80
+    step = [record for record in records(world) if record["kind"] == "step"][-1]
+    assert step["granted_again"] > 0 and step["duplicates"] > 0 and step["engine_restarts"] > 0
+
+
+def test_lost_results_expire_and_are_granted_to_another_rank(go):
+    world = go(Faults(silent=0.2), seed=1, rollout__lease_deadline_s=0.2, rollout__max_attempts=20)
+    attempts = Counter(lease.attempt for lease in world.granted)
+    assert attempts[2] > 0
+    assert len(samples(world)) == 48
+
+
+def test_a_shard_that_the_trainers_cannot_read_is_asked_again(go, printed):
+    world = go(Faults(unread=0.3), seed=2, rollout__max_attempts=20)
+    assert len(set(samples(world))) == 48
+    assert list(world.paths.quarantine.glob("*.h5"))
+    assert any("cannot be read" in line for line in printed)
+    with pytest.raises(RuntimeError, match="could not read 3 batches in a row.*zero-filled"):
+        go(Faults(unread=1.0), seed=2, rollout__max_attempts=2, run__total_steps=9)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("turn", [3, 25, 60])
+def test_a_stop_drains_saves_and_the_next_attempt_ends_where_one_run_would(go, mode, turn):
+    first = go(Faults(stop_at=turn), run__mode=mode, num_prompts=24, data__epochs=2, run__total_steps=12)
+    assert status(first)["state"] == "stopped" and status(first)["requeue"] is True
+    assert status(first)["reason"] == "walltime (test)"
+    step = first.train_step
+    assert step < 12
+    second = go(seed=9, run__mode=mode, num_prompts=24, data__epochs=2, run__total_steps=12)
+    assert second.train_step == 12 and len(second.history) == 12
+    assert second.history[:step] == first.history[:step]  # saved at the stop: no step is repeated
+    assert sorted(samples(second)) == [(group, k) for group in range(48) for k in range(2)]
+    stop = [record for record in read_ledger(second.paths.ledger) if record["k"] == "stop"]
+    assert [record["state"] for record in stop] == ["stopped", "finished"]
+    attempts = {record["attempt"] for record in records(second) if record["kind"] == "step"}
+    assert attempts <= {1, 2} and 2 in attempts
+
+
+@pytest.mark.parametrize("turn", [20, 45, 70, 95])
+def test_a_crash_loses_nothing_and_trains_nothing_twice(go, turn):
+    options = {"num_prompts": 24, "data__epochs": 2, "run__total_steps": 12, "checkpoint__every": 3}
+    go(Faults(crash_at=turn), crash=True, **options)
+    go(Faults(crash_at=turn // 2), seed=1, crash=True, **options)
+    world = go(seed=2, **options)
+    assert world.train_step == 12
+    assert sorted(samples(world)) == [(group, k) for group in range(48) for k in range(2)]
+
+
+def test_a_changed_number_of_rollouts_or_batch_size_is_no_obstacle(go):
+    go(Faults(stop_at=40), run__total_steps=12)
+    nodes = controller_world.GroupConfig(nodes=3)
+    world = go(seed=1, run__total_steps=12, groups__rollout=nodes, trainer__batch_size=12)
+    assert world.train_step == 12 and len(set(samples(world))) == len(samples(world))
+
+
+def test_a_changed_dataset_or_seed_is_refused(go):
+    go(Faults(stop_at=40))
+    with pytest.raises(ValueError, match="data.train, run.seed or data.shuffle"):
+        go(num_prompts=13)
+    with pytest.raises(ValueError, match="not what this run began with"):
+        go(run__seed=1)
+    assert go().train_step == 6
+
+
+def test_changed_options_are_told(go, printed):
+    go(Faults(stop_at=40))
+    go(algorithm__clip_eps=0.3)
+    assert any("the configuration changed" in line for line in printed)
+
+
+def test_a_finished_run_started_again_does_nothing(go):
+    world = go()
+    before = world.paths.ledger.stat().st_size
+    again = go(seed=7)
+    assert again.granted == [] and again.evaluations == []
+    assert status(again)["state"] == "finished"
+    kinds = [record["k"] for record in read_ledger(world.paths.ledger)]
+    assert kinds[-2:] == ["run", "stop"] and world.paths.ledger.stat().st_size > before
+
+
+def test_a_run_that_was_killed_in_its_last_evaluation_evaluates_again(go):
+    world = go(run__total_steps=3)
+    data = world.paths.ledger.read_bytes().splitlines(keepends=True)
+    world.paths.ledger.write_bytes(b"".join(line for line in data if b'"eval"' not in line or b'"train_step":0' in line))
+    again = go(run__total_steps=3)
+    assert {version for version, _ in again.evaluations} == {3}
+
+
+def test_more_steps_can_be_asked_for_later(go):
+    go(run__total_steps=3)
+    world = go(seed=1, run__total_steps=5)
+    assert world.train_step == 5 and len(set(samples(world))) == 40
+
+
+def test_prompts_without_a_usable_answer_are_left_out_and_counted(go, printed):
+    world = go(Faults(unscorable=0.3), seed=4, num_prompts=30, data__epochs=1, run__total_steps=50)
+    dropped = sum(len(r["groups"]) for r in read_ledger(world.paths.ledger) if r["k"] == "dropped")
+    assert dropped > 3
+    assert len(samples(world)) == 2 * (30 - dropped)
+    assert any("left out: gold cannot be parsed" in line for line in printed)
+
+
+def test_a_run_whose_prompts_are_all_dropped_says_so(go):
+    with pytest.raises(RuntimeError, match="the last 12 prompts were all dropped.*gold cannot be parsed"):
+        go(Faults(unscorable=1.0))
+
+
+def test_data_that_ends_before_the_first_step_is_an_error(go):
+    with pytest.raises(RuntimeError, match="the data ended without a training step: of 12 prompts"):
+        # Constant rewards and dynamic sampling: every group is refused.
+        go(data__epochs=1, algorithm__dynamic_sampling=True, rollout__group_size=1, trainer__batch_size=12,
+           algorithm__max_staleness=0)
+
+
+def test_a_stall_names_what_is_awaited_from_whom(go):
+    with pytest.raises(TimeoutError, match=r"nothing happened for 0.5 s .*groups from rollout 0 on node2, rollout 1 on node3"):
+        go(Faults(silent=1.0), run__stall_deadline_s=0.5, data__heldout=controller_world.Config().data.heldout)
+
+
+def test_missing_ranks_are_named_at_the_start(tmp_path, printed):
+    config = make_config(tmp_path, run__start_deadline_s=0.3)
+    world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)
+    world._inbox = type(world._inbox)(entry for entry in world._inbox if entry[0] == 2)
+    with pytest.raises(TimeoutError, match="rollout 1 on node3, trainer 0 on node1 to load"):
+        world.run()
+
+
+def test_a_stop_before_the_ranks_are_ready_lets_them_go(tmp_path, printed):
+    config = make_config(tmp_path)
+    world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)
+    world._inbox.clear()
+    world.stop.request("interrupt (SIGINT)")
+    world.run()
+    assert world.stopped == {1, 2, 3}
+    assert status(world)["state"] == "stopped"
+
+
+def test_rollouts_that_do_not_drain_are_named(tmp_path, printed, monkeypatch):
+    config = make_config(tmp_path, run__drain_deadline_s=0.3)
+    world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0, Faults(stop_at=30))
+    real = world._order
+    monkeypatch.setattr(
+        world, "_order", lambda rank, message: None if (rank, type(message).__name__) == (3, "Drain") else real(rank, message)
+    )
+    with pytest.raises(TimeoutError, match=r"run.drain_deadline_s\) at the stop for rollout 1 on node3"):
+        world.run()
+
+
+def test_an_evaluation_of_two_versions_is_an_error(tmp_path, printed):
+    config = make_config(tmp_path)
+    world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)
+    real = world._order
+
+    def stale(rank, message):
+        real(rank, message)
+        if type(message).__name__ == "EvalRequest":
+            turn, source, result = world._later.pop()
+            samples = tuple(controller_world.EvalSample(s.prompt_id, 0, 1.0, 5, "stop", 7) for s in result.samples)
+            world._later.append((turn, source, controller_world.EvalResult(result.eval_id, result.role_rank, samples)))
+
+    world._order = stale
+    with pytest.raises(ValueError, match=r"evaluation at version 0 got samples of version \[7\]"):
+        world.run()
+
+
+def test_nothing_is_published_while_an_evaluation_runs(go, monkeypatch):
+    """The fake asserts that every evaluation is answered at the version that it is for."""
+    world = go(eval__every=1, eval__batch_prompts=1, run__total_steps=8)
+    assert Counter(version for version, _ in world.evaluations) == dict.fromkeys(range(9), 5)
+    order = [type(command).__name__ for command in world.commands if isinstance(command, (Publish, TrainBatch))]
+    assert order == ["TrainBatch", "Publish"] * 8
+
+
+def test_a_second_controller_is_kept_out_of_the_folder(tmp_path, printed):
+    from areal_hpc import runlock
+    from areal_hpc.config.errors import ConfigError
+
+    config = make_config(tmp_path)
+    world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)
+    world.paths.create()
+    with runlock.acquire(world.paths.lock), pytest.raises(ConfigError, match="is in use by"):
+        world.run()
