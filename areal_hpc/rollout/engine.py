@@ -241,15 +241,19 @@ class RolloutEngine:
         self._resumed.set()
 
     async def connect_weights(self, init_info: dict[str, Any]) -> None:
-        await self._worker_call("init_weight_transfer_engine", init_info=init_info)
+        await self._worker_calls(("init_weight_transfer_engine", {"init_info": init_info}))
 
     async def stage_weights(self, update_info: dict[str, Any]) -> None:
-        """Bring an update into the stage; the model is not touched."""
+        """Begin to bring an update into the stage; the model is not touched.
+
+        With some backends the transfer still runs when this returns (weights.staged).
+        """
         await self.unstage_weights()
-        await self._worker_call("start_weight_update")
         self._staged = True
         try:
-            await self._worker_call("update_weights", update_info=update_info)
+            await self._worker_calls(
+                ("start_weight_update", {}), ("update_weights", {"update_info": update_info})
+            )
         except Exception:
             # vLLM's workers have ended their session then.
             self._staged = False
@@ -258,23 +262,23 @@ class RolloutEngine:
     async def load_weights(self) -> None:
         """Load what is staged; only under a pause."""
         self._staged = False
-        await self._worker_call("finish_weight_update")
+        await self._worker_calls(("finish_weight_update", {}))
 
     async def unstage_weights(self) -> None:
         """Forget what is staged, if anything is."""
         if self._staged:
-            await self._worker_call("update_weights", update_info={"abandon": True})
-            await self.load_weights()
+            self._staged = False
+            await self._worker_calls(
+                ("update_weights", {"update_info": {"abandon": True}}), ("finish_weight_update", {})
+            )
 
     async def set_version(self, version: int) -> None:
         await self._unless_dead(self._require().update_weight_version(str(version)))
         self.version = version
 
-    async def _worker_call(self, method: str, **arguments: Any) -> None:
-        """One of weights.worker_calls on all workers; RuntimeError with the first one's complaint."""
-        answers = await self._unless_dead(
-            self._require().collective_rpc("weight_call", args=(method, arguments))
-        )
+    async def _worker_calls(self, *calls: tuple[str, dict[str, Any]]) -> None:
+        """Calls of weights.worker_calls on all workers; RuntimeError with the first complaint."""
+        answers = await self._unless_dead(self._require().collective_rpc("weight_calls", args=(calls,)))
         self.gauges.last_progress = time.monotonic()
         for answer in answers:
             if answer:
@@ -303,7 +307,7 @@ class RolloutEngine:
 
     def _construct(self) -> AsyncLLM:
         """In a thread of its own: takes as long as loading the model, and blocks signals meanwhile."""
-        with engine_environment(self._cores, str(self._log)):
+        with engine_environment(self._cores, str(self._log), self._config.run.start_deadline_s):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

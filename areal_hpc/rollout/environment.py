@@ -58,7 +58,7 @@ def engine_cores_of_process(config: Config) -> str:
 
 
 @contextlib.contextmanager
-def engine_environment(cores: str, log: str) -> Iterator[None]:
+def engine_environment(cores: str, log: str, start_deadline_s: float) -> Iterator[None]:
     """Around the start of an engine: what its processes must and must not inherit.
 
     Slurm signals every process of a step. The engine's processes have to outlive that
@@ -72,6 +72,7 @@ def engine_environment(cores: str, log: str) -> Iterator[None]:
         ENGINE_LOG_VARIABLE: log,
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get(CORES_VARIABLE) or cores,
         "VLLM_CPU_KVCACHE_SPACE": None,
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(start_deadline_s)),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,40 +20,16 @@ from areal_hpc.config.schema import Config
 from areal_hpc.messages import WeightCall, WeightReturn
 from areal_hpc.rollout.engine import EngineDied, RolloutEngine
 from areal_hpc.telemetry import Telemetry
-from areal_hpc.weights.plugin import CONTROL_BYTES
+from areal_hpc.weights.stage import CONTROL_BYTES, Stage, TransferControl
 
 logger = logging.getLogger(__name__)
 
-
+TRANSFER_POLL_S = 0.001
 CANCEL_GRACE_S = 10.0
 """An engine that is still busy with a cancelled transfer after this is ended."""
 
 SERVE_DEADLINE_S = 30.0
 """To resume takes milliseconds; an engine that needs longer is stuck."""
-
-
-class Stage:
-    """Host memory that this process owns and the engine's workers map by path.
-
-    A memfd: nothing lies in a file system, and nothing stays when this process ends.
-    """
-
-    def __init__(self, name: str, num_bytes: int = 0) -> None:
-        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._size = 0
-        self.reserve(num_bytes)
-
-    def reserve(self, num_bytes: int) -> None:
-        if num_bytes > self._size:
-            os.ftruncate(self._descriptor, num_bytes)
-            self._size = num_bytes
-
-    def write(self, data: bytes) -> None:
-        os.pwrite(self._descriptor, data, 0)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 @dataclass
@@ -87,7 +62,8 @@ class EngineUpdates:
         self._timeout_s = config.weights.timeout_s
         self._lock = asyncio.Lock()
         self._stages = [Stage("areal-weights"), Stage("areal-weights")]
-        self._control = Stage("areal-control", CONTROL_BYTES)
+        self._control_memory = Stage("areal-control", CONTROL_BYTES)
+        self._control = TransferControl(self._control_memory.path)
         self._attempt = 0
         self._aliases = tied_names(Path(config.model.path))
         self._served = Served(0, {"folder": config.model.path, "receive": False, "aliases": self._aliases})
@@ -150,17 +126,18 @@ class EngineUpdates:
     async def _on_update_weights(self, info: dict[str, Any]) -> dict[str, Any]:
         update = self._expect_update()
         info = {**info, "aliases": self._missing_aliases(info)}
+        self._attempt += 1
+        info |= {"control": self._control_memory.path, "attempt": self._attempt}
         if not info.get("folder"):
             from areal_hpc.weights.source import Layout
 
-            self._attempt += 1
-            info |= {"control": self._control.path, "attempt": self._attempt}
             stage = self._free_stage()
             stage.reserve(Layout.of(info["names"], info["dtype_names"], info["shapes"]).total_bytes)
             info["stage"] = stage.path
         start = time.perf_counter()
-        # No pause: the engine's step waits for its workers, running answers keep their KV.
+        # No pause: running answers keep their KV, and with gloo even go on meanwhile.
         await self._engine.stage_weights(info)
+        await self._transfer_end()
         update.info = {**info, "receive": False}
         update.timings["stage_s"] = time.perf_counter() - start
         return {}
@@ -203,6 +180,18 @@ class EngineUpdates:
         await self._go_back()
         return {}
 
+    async def _transfer_end(self) -> None:
+        """Wait until the transfer is over; RuntimeError with its error."""
+        deadline = time.monotonic() + self._timeout_s
+        while (error := self._control.outcome(self._attempt)) is None:
+            if not self._serving.is_set():
+                raise EngineDied("the engine died during the transfer")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the transfer of weights did not end in {self._timeout_s:.0f} s")
+            await asyncio.sleep(TRANSFER_POLL_S)
+        if error:
+            raise RuntimeError(error)
+
     # -- helpers -------------------------------------------------------------------
 
     def _expect_update(self) -> _Update:
@@ -215,7 +204,7 @@ class EngineUpdates:
         deadline = time.monotonic() + CANCEL_GRACE_S
         while self._lock.locked() and self._serving.is_set():
             # At every turn: the call that is cancelled may only just be starting.
-            self._control.write(self._attempt.to_bytes(CONTROL_BYTES, "little"))
+            self._control.cancel(self._attempt)
             if time.monotonic() > deadline:
                 logger.error("the engine does not come back from a cancelled transfer")
                 self._engine.kill()
@@ -267,8 +256,8 @@ class EngineUpdates:
         return {alias: name for alias, name in self._aliases.items() if alias not in info["names"]}
 
     def close(self) -> None:
-        for stage in (*self._stages, self._control):
-            stage.close()
+        for memory in (*self._stages, self._control, self._control_memory):
+            memory.close()
 
 
 def tied_names(model: Path) -> dict[str, str]:

@@ -43,18 +43,19 @@ class SwigluFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
         gate, linear = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(linear)
+        active = F.silu(gate)
+        ctx.save_for_backward(x, active)
+        return active * linear
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x, active = ctx.saved_tensors
         gate, linear = x.chunk(2, dim=-1)
         result = torch.empty_like(x)
         half = x.shape[-1] // 2
-        torch.mul(gradient, F.silu(gate), out=result[..., half:])
-        result[..., :half] = torch.ops.aten.silu_backward(gradient * linear, gate)
+        torch.mul(gradient, active, out=result[..., half:])
+        torch.ops.aten.silu_backward.grad_input(gradient * linear, gate, grad_input=result[..., :half])
         return result
 
 

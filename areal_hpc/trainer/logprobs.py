@@ -54,11 +54,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         peak = scaled.amax(dim=-1)
         _reduce(peak, dist.ReduceOp.MAX, group)
         scaled -= peak[:, None]
-        probabilities = scaled.exp()
         local = targets - start
         mine = (local >= 0) & (local < valid)
         local = local.clamp(0, logits.shape[-1] - 1)
         chosen = torch.where(mine, scaled.gather(-1, local[:, None])[:, 0], 0.0)
+        probabilities = scaled.exp() if with_entropy else scaled.exp_()
         parts = [probabilities.sum(dim=-1), chosen]
         if with_entropy:
             parts.append(torch.linalg.vecdot(probabilities, scaled))
@@ -75,11 +75,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropies):
         probabilities, local, mine, entropies = ctx.saved_tensors
-        gradient = probabilities * -grad_logprobs[:, None]
-        gradient.scatter_add_(-1, local[:, None], torch.where(mine, grad_logprobs, 0.0)[:, None])
+        log_p = None
         if entropies.numel() and bool(grad_entropies.any()):
             log_p = torch.where(probabilities > 0, probabilities, 1.0).log()
-            gradient -= grad_entropies[:, None] * probabilities * (log_p + entropies[:, None])
+            log_p = log_p.add_(entropies[:, None]).mul_(probabilities)
+        # In place: nobody reads the saved probabilities again.
+        gradient = probabilities.mul_(-grad_logprobs[:, None])
+        gradient.scatter_add_(-1, local[:, None], torch.where(mine, grad_logprobs, 0.0)[:, None])
+        if log_p is not None:
+            gradient.addcmul_(log_p, grad_entropies[:, None], value=-1.0)
         if ctx.temperature != 1.0:
             gradient /= ctx.temperature
         return gradient.to(ctx.dtype), None, None, None, None, None, None

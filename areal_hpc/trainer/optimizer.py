@@ -80,6 +80,8 @@ class Updater:
             if not isinstance(adam, torch.optim.AdamW):
                 continue
             for group in adam.param_groups:
+                # One pass over memory instead of about ten.
+                group["fused"], group["foreach"] = True, False
                 for parameter in group["params"]:
                     adam.state[parameter] = {
                         "step": torch.zeros((), dtype=torch.float32),

@@ -1,15 +1,20 @@
 """Entry point `vllm.general_plugins`: runs in every process of vLLM, parent and children.
 
-Registers the weight backends and, in engine processes, points stdout and stderr at the
-engine's own log, so that its last words can be told apart from its rank's.
+Registers the weight backends. In engine processes it also points stdout and stderr at the
+engine's own log, so that its last words can be told apart from its rank's, and sees to it
+that none outlives its parent, however that ends.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 
 ENGINE_LOG_VARIABLE = "AREAL_ENGINE_LOG"
+PARENT_POLL_S = 0.5
 WORKER_BACKENDS = {
     "areal_gloo": ("areal_hpc.weights.gloo", "GlooEngine"),
     "areal_file": ("areal_hpc.weights.file", "FileEngine"),
@@ -35,11 +40,13 @@ def register() -> None:
         for name, (module, cls) in backends.items():
             if name not in factory._registry:
                 factory.register_engine(name, module, cls)
-    if multiprocessing.parent_process() is not None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         _tolerate_rewinds_on_cpu()
         log = os.environ.get(ENGINE_LOG_VARIABLE)
         if log:
             _redirect_output(log)
+            threading.Thread(target=_end_with, args=(parent.pid,), name="parent-watch", daemon=True).start()
 
 
 def _tolerate_rewinds_on_cpu() -> None:
@@ -69,3 +76,14 @@ def _redirect_output(log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def _end_with(parent: int) -> None:
+    """Kill this process once it has lost its parent.
+
+    The kernel's own way (PR_SET_PDEATHSIG) looks at the thread that started this process,
+    which may end long before its process does.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -84,7 +84,7 @@ def make_config(model: Path, **overrides: object) -> Config:
     config.rollout.max_num_seqs = 32
     config.rollout.enforce_eager = True
     config.rewards.fn = "math"
-    config.weights.timeout_s = 60.0
+    config.weights.timeout_s = 240.0
     config.weights.bucket_bytes = 1 << 20
     for key, value in overrides.items():
         *groups, name = key.split("__")
@@ -139,7 +139,7 @@ class Director:
             thread = threading.Thread(target=self._serve, args=(world,), daemon=True)
             thread.start()
             self._threads.append(thread)
-        return [self.wait_for(RolloutReady, deadline_s=120.0) for _ in range(self.num_rollouts)]
+        return [self.wait_for(RolloutReady, deadline_s=240.0) for _ in range(self.num_rollouts)]
 
     def _serve(self, world: World) -> None:
         from areal_hpc.rollout import loop
@@ -210,7 +210,7 @@ class Director:
         self.channel.send(rank, GrantLeases(tuple(leases)))
         return [lease.lease_id for lease in leases]
 
-    def collect(self, lease_ids: list[int], deadline_s: float = 90.0) -> dict[int, list[Trajectory]]:
+    def collect(self, lease_ids: list[int], deadline_s: float = 180.0) -> dict[int, list[Trajectory]]:
         """The trajectories of these leases, read back from the spool."""
         found: dict[int, list[Trajectory]] = {}
         while not set(lease_ids) <= found.keys():

@@ -96,7 +96,7 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
     model = make_model(root / "model")
     config = make_config(
         root / "model",
-        rollout__hang_deadline_s=4.0,
+        rollout__hang_deadline_s=8.0,
         rollout__shard_latency_s=0.05,
         weights__bucket_bytes=100_003,
         rewards__fn="math",
@@ -343,7 +343,7 @@ def test_an_engine_that_dies_or_hangs_is_replaced(stack, number):
 def _collect_or_lose(director: Director, leases: list[int]) -> tuple[list[Trajectory], list[int]]:
     done: list[Trajectory] = []
     while True:
-        message = director.wait_for(ShardReady, EngineRestarted, deadline_s=120.0)
+        message = director.wait_for(ShardReady, EngineRestarted, deadline_s=240.0)
         if isinstance(message, EngineRestarted):
             assert set(message.lost_leases) <= set(leases)
             return done, list(message.lost_leases)

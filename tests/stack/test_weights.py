@@ -44,7 +44,7 @@ def assert_same(left: list[Trajectory], right: list[Trajectory]) -> None:
 def pair(tmp_path_factory) -> Iterator[tuple[Director, torch.nn.Module]]:
     root = tmp_path_factory.mktemp("pair")
     model = make_model(root / "model")
-    config = make_config(root / "model", weights__bucket_bytes=50_000, weights__timeout_s=120.0)
+    config = make_config(root / "model", weights__bucket_bytes=50_000, weights__timeout_s=240.0)
     with directing(config, root / "run", num_rollouts=2) as director:
         yield director, model
 
@@ -80,7 +80,7 @@ def test_all_engines_or_none(pair):
     with pytest.raises(PublishError, match="rollout 1 on localhost: no memory to load into"):
         trainer.publish(2)
     # Engine 0 had loaded version 2 by then, engine 1 is a new process: both serve version 1 again.
-    assert director.wait_for(EngineRestarted, deadline_s=120.0).version == 1
+    assert director.wait_for(EngineRestarted, deadline_s=240.0).version == 1
     for rank, expected in zip((2, 3), before, strict=True):
         assert_same(ask(director, rank, group=77), expected)
 
@@ -88,7 +88,7 @@ def test_all_engines_or_none(pair):
     with pytest.raises(PublishError):
         trainer.publish(2)
     assert not disturb
-    assert director.wait_for(EngineRestarted, deadline_s=120.0).role_rank == 0
+    assert director.wait_for(EngineRestarted, deadline_s=240.0).role_rank == 0
     for rank, expected in zip((2, 3), before, strict=True):
         assert_same(ask(director, rank, group=77), expected)
 

@@ -67,7 +67,7 @@ def test_children_of_an_engine_survive_the_schedulers_signals(tmp_path):
     )
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "7"
     try:
-        with engine_environment("0", str(tmp_path / "log")):
+        with engine_environment("0", str(tmp_path / "log"), 60.0):
             command = [sys.executable, "-c", program]
             result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     finally:
