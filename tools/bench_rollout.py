@@ -1,0 +1,433 @@
+"""Rollout figures as ratios, each side of a ratio measured in the same run.
+
+    python tools/bench_rollout.py --quick --json rollout.json
+
+worker_over_bare_vllm   tokens/s of a whole rollout rank (leases in, scored shards out)
+                        over vLLM's own LLM.generate on the same prompts and tokens
+interrupt_over_drain    tokens/s with a weight update every step and long-tailed lengths,
+                        rollout.on_update=interrupt over drain
+update_over_floor_*     one update, from the first byte to the resume of generation, over a
+                        bare gloo broadcast of the same bytes plus vLLM's load_weights of
+                        the same tensors in memory (about 100 and 500 MB)
+reward_pool_speedup     two reward workers over one process (tools/bench_rewards.py)
+
+Models are random and never end an answer, so that lengths are those of the leases. Each
+part runs in a process of its own; this process plays controller and trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from areal_hpc.config.schema import Config, OnUpdate
+from areal_hpc.data.byte_tokenizer import VOCAB_SIZE, save_byte_tokenizer
+from areal_hpc.messages import GrantLeases, Message, RolloutReady, ShardReady, Stop
+from areal_hpc.mpi.channel import LocalNetwork
+from areal_hpc.mpi.world import World
+from areal_hpc.paths import RunPaths
+from areal_hpc.rollout.engine import RolloutEngine
+from areal_hpc.rollout.updates import EngineUpdates
+from areal_hpc.telemetry import Telemetry
+from areal_hpc.types import Lease, Prompt, SamplingSpec
+from areal_hpc.weights.transfer import TrainerWeights
+
+MIB = 1024 * 1024
+SEED = 1
+PARTS = ("worker", "interrupt", "update_100mb", "update_500mb", "rewards")
+MODELS = {
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512},
+    "100mb": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "vocab_size": 8192},
+    "500mb": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 9, "vocab_size": 16384},
+}
+
+
+def make_model(folder: Path, size: str) -> torch.nn.Module:
+    """A random Qwen2 without an end token, saved as a Hugging Face folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    assert MODELS[size]["vocab_size"] > VOCAB_SIZE
+    torch.manual_seed(SEED)
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    model = Qwen2ForCausalLM(Qwen2Config(**MODELS[size], **shape, **ends, tie_word_embeddings=True))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    # vLLM would take the tokenizer's end token for the model's.
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model
+
+
+def make_config(folder: Path, max_num_seqs: int = 64) -> Config:
+    config = Config()
+    config.model.path = config.model.tokenizer = str(folder)
+    config.model.max_context = 1280
+    config.rollout.max_num_seqs = max_num_seqs
+    config.rollout.kv_cache_gib = 0.5
+    config.rollout.enforce_eager = True
+    config.rewards.fn = "math"
+    return config
+
+
+def long_tailed_lengths(count: int, mean: int, rng: random.Random) -> list[int]:
+    """Lognormal lengths as reasoning answers have them: most short, some many times longer."""
+    return [max(8, min(1000, int(rng.lognormvariate(0.0, 1.0) * mean / 1.65))) for _ in range(count)]
+
+
+class Rank:
+    """A whole rollout rank in a thread of this process."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        from areal_hpc.rollout import loop
+
+        def recorded_engine(*arguments: object, **options: object) -> RolloutEngine:
+            self.engine = RolloutEngine(*arguments, **options)
+            return self.engine
+
+        def recorded_updates(*arguments: object) -> EngineUpdates:
+            self.updates = EngineUpdates(*arguments)
+            return self.updates
+
+        loop.RolloutEngine, loop.EngineUpdates = recorded_engine, recorded_updates
+        network = LocalNetwork(3)
+        self.config, self.paths = config, RunPaths(folder)
+        self.paths.create()
+        self.telemetry = Telemetry(self.paths.spans("bench", 0))
+        self.worlds = [
+            World(role, 0, rank, (1,), (2,), ("localhost",) * 3, network.channel(rank))
+            for rank, role in enumerate(("controller", "trainer", "rollout"))
+        ]
+        self.channel = self.worlds[0].channel
+        self.leases = 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(loop.run,), daemon=True)
+        self._thread.start()
+        self.wait(RolloutReady)
+
+    def _run(self, run) -> None:
+        try:
+            run(self.config, self.worlds[2], self.paths, self.telemetry)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, kind: type[Message]) -> Message:
+        end = time.monotonic() + 300.0
+        while time.monotonic() < end:
+            if self._error is not None:
+                raise self._error
+            try:
+                return self.channel.receive(kind, 0.05, "the rank").message
+            except TimeoutError:
+                continue
+        raise TimeoutError(f"no {kind.__name__} within 300 s")
+
+    def grant(self, lengths: list[int], group_size: int) -> None:
+        """One lease for each length."""
+        leases = []
+        for length in lengths:
+            self.leases += 1
+            spec = SamplingSpec(max_new_tokens=length)
+            prompt = Prompt(self.leases, prompt_text(self.leases), gold="7")
+            leases.append(Lease(self.leases, self.leases, 0, 1, group_size, prompt, spec))
+        self.channel.send(2, GrantLeases(tuple(leases)))
+
+    def collect(self) -> ShardReady:
+        return self.wait(ShardReady)
+
+    def stop(self) -> None:
+        self.channel.send(2, Stop("done"))
+        self._thread.join(60.0)
+
+
+def prompt_text(number: int) -> str:
+    return f"Problem {number}: add {number * 37 % 1000} and {number * 91 % 1000}, step by step. Answer: "
+
+
+# ---- parts -------------------------------------------------------------------------
+
+
+def bench_worker(folder: Path, quick: bool) -> dict[str, float]:
+    """A rank against LLM.generate; both sides sample with logits' log-probabilities and seeds."""
+    make_model(folder / "model", "small")
+    config = make_config(folder / "model")
+    lengths = long_tailed_lengths(24 if quick else 64, 120, random.Random(SEED))
+    group_size, repeats = 8, 2 if quick else 4
+    bare = _bare_rate(config, lengths, group_size, repeats)
+    rank = Rank(config, folder / "run")
+    rates = []
+    for _ in range(repeats + 1):
+        tokens, start = rank.engine.gauges.generated_tokens, time.perf_counter()
+        rank.grant(lengths, group_size)
+        done = 0
+        while done < len(lengths):
+            done += len(rank.collect().lease_ids)
+        seconds = time.perf_counter() - start
+        produced = sum(lengths) * group_size
+        assert rank.engine.gauges.generated_tokens - tokens == produced, "an answer ended early"
+        rates.append(produced / seconds)
+    rank.stop()
+    worker = statistics.median(rates[1:])
+    return {
+        "worker_over_bare_vllm": worker / bare,
+        "worker_tokens_per_s": worker,
+        "bare_tokens_per_s": bare,
+    }
+
+
+def _bare_rate(config: Config, lengths: list[int], group_size: int, repeats: int) -> float:
+    from vllm import LLM, SamplingParams
+
+    from areal_hpc.rollout.engine import engine_arguments
+    from areal_hpc.rollout.environment import engine_cores_of_process, engine_environment
+    from areal_hpc.rollout.tokens import load_tokenizer
+
+    with engine_environment(engine_cores_of_process(config), os.devnull, 600.0):
+        arguments = engine_arguments(config, 0)
+        del arguments["enable_log_requests"]
+        llm = LLM(**arguments)
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    rates = []
+    for repeat in range(repeats + 1):
+        prompts, params = [], []
+        for number, length in enumerate(lengths):
+            ids = tokenizer(prompt_text(repeat * len(lengths) + number + 1)).input_ids
+            for index in range(group_size):
+                prompts.append({"prompt_token_ids": ids})
+                params.append(
+                    SamplingParams(
+                        max_tokens=length, logprobs=0, seed=number * group_size + index, detokenize=False
+                    )
+                )
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
+    llm.llm_engine.engine_core.shutdown(timeout=0)
+    return statistics.median(rates[1:])
+
+
+def bench_interrupt(folder: Path, quick: bool) -> dict[str, float]:
+    """Steps of a batch each; a publication after every step, generation full at all times."""
+    model = make_model(folder / "model", "small")
+    rank = Rank(make_config(folder / "model", max_num_seqs=32), folder / "run")
+    rng = random.Random(SEED)
+    trainer = connect_trainer(rank, model)
+    steps, rounds = (4, 2) if quick else (8, 3)
+    rates: dict[OnUpdate, list[float]] = {OnUpdate.interrupt: [], OnUpdate.drain: []}
+    version = 0
+    for _ in range(rounds):
+        for mode in rates:
+            rank.config.rollout.on_update = mode
+            version, rate = _steps(rank, trainer, rng, version, steps)
+            rates[mode].append(rate)
+    rank.stop()
+    interrupt, drain = (statistics.median(values) for values in rates.values())
+    return {
+        "interrupt_over_drain": interrupt / drain,
+        "interrupt_tokens_per_s": interrupt,
+        "drain_tokens_per_s": drain,
+    }
+
+
+def _steps(
+    rank: Rank, trainer: TrainerWeights, rng: random.Random, version: int, steps: int
+) -> tuple[int, float]:
+    """Tokens/s over `steps` publications, each after a batch of answers has come in."""
+    group_size, batch, ahead = 4, 32, 96
+    waiting = 0
+    arrived = 0
+    publishing: threading.Thread | None = None
+    published = 0
+    start, tokens = time.perf_counter(), rank.engine.gauges.generated_tokens
+    while published < steps or waiting:
+        lengths = long_tailed_lengths(max(0, ahead - waiting) // group_size, 120, rng)
+        if lengths and published < steps:
+            rank.grant(lengths, group_size)
+            waiting += len(lengths) * group_size
+        try:
+            shard = rank.channel.receive(ShardReady, 0.005, "a shard").message
+            waiting -= len(shard.rows)
+            arrived += len(shard.rows)
+        except TimeoutError:
+            pass
+        if publishing is not None and not publishing.is_alive():
+            publishing = None
+            published += 1
+            if published == steps:
+                seconds = time.perf_counter() - start
+                produced = rank.engine.gauges.generated_tokens - tokens
+        if arrived >= batch and publishing is None and published < steps:
+            arrived -= batch
+            version += 1
+            publishing = threading.Thread(target=trainer.publish, args=(version,), daemon=True)
+            publishing.start()
+    return version, produced / seconds
+
+
+def connect_trainer(rank: Rank, model: torch.nn.Module) -> TrainerWeights:
+    trainer = TrainerWeights(
+        rank.config,
+        rank.worlds[1],
+        rank.paths,
+        lambda: [(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()],
+        lambda: ((name, p.data) for name, p in model.named_parameters()),
+        rank.telemetry,
+    )
+    trainer.connect((2,))
+    return trainer
+
+
+def bench_update(folder: Path, quick: bool, size: str) -> dict[str, float]:
+    """Updates of an engine with requests under way, between measurements of the floor."""
+    model = make_model(folder / "model", size)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    config = make_config(folder / "model", max_num_seqs=8)
+    config.rollout.engine_options = {"worker_extension_cls": "bench_worker.BenchCalls"}
+    rank = Rank(config, folder / "run")
+    trainer = connect_trainer(rank, model)
+    trainer.publish(1)
+    updates, broadcasts, loads = [], [], []
+    with broadcast_peer(num_bytes) as broadcast:
+        for version in range(2, 6 if quick else 10):
+            rank.grant([200], group_size=4)
+            time.sleep(0.5)
+            timings = trainer.publish(version)
+            # From the first byte: while bytes come in, the engine's step waits too.
+            updates.append(timings["stage_s"] + timings["pause_to_resume_s"])
+            print(timings, file=sys.stderr)
+            rank.collect()
+            broadcasts.append(broadcast())
+            loads.append(_load_in_memory(rank))
+    rank.stop()
+    update = statistics.median(updates)
+    floor = statistics.median(broadcasts) + statistics.median(loads)
+    return {
+        f"update_over_floor_{size}": update / floor,
+        f"update_s_{size}": update,
+        f"broadcast_s_{size}": statistics.median(broadcasts),
+        f"load_s_{size}": statistics.median(loads),
+        f"megabytes_{size}": num_bytes / 1e6,
+    }
+
+
+def _load_in_memory(rank: Rank) -> float:
+    """Seconds of vLLM's reload of the tensors of the last update, from the worker's private memory."""
+    import asyncio
+
+    async def call() -> list[float]:
+        info = rank.updates._served.info
+        return await rank.engine._llm.collective_rpc("bench_load", args=(info,))
+
+    # The engine belongs to the rank's event loop.
+    return asyncio.run_coroutine_threadsafe(call(), rank.engine._llm.output_handler.get_loop()).result()[0]
+
+
+@contextmanager
+def broadcast_peer(num_bytes: int) -> Iterator:
+    """A second process to broadcast to; yields a function that does it once and returns seconds."""
+    from torch.distributed import ProcessGroupGloo, TCPStore
+
+    timeout = timedelta(seconds=120)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    peer = multiprocessing.get_context("spawn").Process(
+        target=_receive_broadcasts, args=(store.port, num_bytes), daemon=True
+    )
+    peer.start()
+    group = ProcessGroupGloo(store, 0, 2, timeout)
+    data = torch.ones(num_bytes, dtype=torch.uint8)
+
+    def once() -> float:
+        _broadcast(group, torch.ones(1))
+        start = time.perf_counter()
+        for bucket in data.split(16 * MIB):
+            _broadcast(group, bucket)
+        return time.perf_counter() - start
+
+    yield once
+    peer.kill()
+
+
+def _receive_broadcasts(port: int, num_bytes: int) -> None:
+    from torch.distributed import ProcessGroupGloo, TCPStore
+
+    timeout = timedelta(seconds=120)
+    group = ProcessGroupGloo(TCPStore("127.0.0.1", port, is_master=False, timeout=timeout), 1, 2, timeout)
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    while True:
+        _broadcast(group, torch.ones(1))
+        for bucket in data.split(16 * MIB):
+            _broadcast(group, bucket)
+
+
+def _broadcast(group, tensor: torch.Tensor) -> None:
+    from torch.distributed import BroadcastOptions
+
+    options = BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+
+
+def run_part(part: str, quick: bool) -> dict[str, float]:
+    if part == "rewards":
+        from bench_rewards import measure_pool_speedup
+
+        return measure_pool_speedup(repeats=1 if quick else 5)
+    with tempfile.TemporaryDirectory(prefix="bench-rollout-") as folder:
+        if part == "worker":
+            return bench_worker(Path(folder), quick)
+        if part == "interrupt":
+            return bench_interrupt(Path(folder), quick)
+        return bench_update(Path(folder), quick, part.removeprefix("update_"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer prompts, steps and repeats")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be repeated)")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_process:
+        [part] = arguments.part
+        print("figures: " + json.dumps(run_part(part, arguments.quick)), flush=True)
+        # Threads of gloo and vLLM have nothing to finish.
+        os._exit(0)
+    figures: dict[str, float] = {}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "VLLM_LOGGING_LEVEL": "ERROR"}
+    for part in arguments.part or PARTS:
+        command = [sys.executable, __file__, "--in-process", "--part", part]
+        command += ["--quick"] if arguments.quick else []
+        result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=1800)
+        lines = [line for line in result.stdout.splitlines() if line.startswith("figures: ")]
+        if result.returncode or not lines:
+            sys.exit(f"bench_rollout: part {part} failed (exit code {result.returncode})")
+        found = json.loads(lines[-1].removeprefix("figures: "))
+        figures |= found
+        for name, value in found.items():
+            print(f"{name}: {value:.4g}", flush=True)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
