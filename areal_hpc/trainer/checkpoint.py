@@ -249,12 +249,20 @@ def _state(engine: MegatronTrainer, *, loading: bool) -> dict:
         state["optimizer"] = engine.updater.optimizer.sharded_state_dict(
             state["model"], is_loading=loading, metadata=metadata
         )
+        _drop_empty(state["optimizer"])
         state["schedule"] = engine.updater.schedule.state_dict()
         state["num_skipped"] = engine.num_skipped
         state["rng"] = {"cpu": torch.get_rng_state()}
         if engine.place.device.type == "cuda":
             state["rng"]["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _drop_empty(optimizer_state: dict) -> None:
+    """Ranks that hold no optimizer state have a None in its place, which Megatron would warn of."""
+    for part in (optimizer_state, *optimizer_state.values()):
+        if isinstance(part, dict) and part.get("param_state", ()) is None:
+            del part["param_state"]
 
 
 def load_state(engine: MegatronTrainer, folder: Path) -> None:

@@ -21,6 +21,7 @@ def make_config(models: Path, folder: Path) -> Config:
     config.trainer.batch_size, config.trainer.micro_batch_tokens = GROUPS * GROUP_SIZE, 64
     config.trainer.optimizer.lr, config.trainer.optimizer.warmup_steps = 1.0e-2, 1
     config.algorithm.minibatches, config.algorithm.max_staleness = 2, 1
+    config.trainer.weight_history = 0  # only tokens of the current version count as fresh
     return config
 
 
