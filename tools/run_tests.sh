@@ -8,7 +8,10 @@ cd "$(dirname "$0")/.."
 
 bash tools/install.sh --test
 
-folders=(tests/unit tests/mpi tests/stack tests/cluster tests/gpu)
+folders=()
+for folder in tests/unit tests/mpi tests/stack tests/cluster tests/gpu; do
+  [ -d "$folder" ] && folders+=("$folder")
+done
 if [ "${1:-}" = "--fast" ]; then
   shift
   folders=(tests/unit)
