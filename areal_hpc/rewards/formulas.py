@@ -2,7 +2,7 @@
 
 math-verify rounds to six decimals and drops what is below 1e-15, so numbers, sets and
 tuples are compared here and only relations and intervals of other kinds there. Called
-by `math`; imports sympy when first needed (0.4 s).
+by `math`; importing it takes 0.4 s, which a worker does before its first check.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ import math
 import threading
 from fractions import Fraction
 from typing import Any
+
+import sympy
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy.core.relational import Relational
 
 MAX_BITS = 200_000
 """Constants that would need more bits than this are not evaluated."""
@@ -25,9 +29,7 @@ _PARSER_LOCK = threading.Lock()  # latex2sympy keeps state in module globals
 
 @functools.lru_cache(maxsize=1)
 def _extraction() -> tuple:
-    """math-verify's configuration; imported late, it takes 0.4 s."""
-    from math_verify import LatexExtractionConfig
-
+    """math-verify's configuration."""
     # Its time limits need the main thread's signals; the service has its own, so the
     # warning that they are off says nothing here.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -36,8 +38,6 @@ def _extraction() -> tuple:
 
 def parse_formula(text: str) -> Any:
     """The sympy object of `text`, not evaluated; None if math-verify cannot parse it."""
-    from math_verify import parse
-
     extraction = _extraction()
     try:
         with _PARSER_LOCK:
@@ -48,8 +48,6 @@ def parse_formula(text: str) -> Any:
         return None
     if not parsed or isinstance(parsed[0], str):
         return None
-    import sympy
-
     try:
         return None if parsed[0].has(sympy.nan, sympy.zoo) else parsed[0]
     except (ArithmeticError, ValueError, TypeError, AttributeError, RecursionError):
@@ -58,8 +56,6 @@ def parse_formula(text: str) -> Any:
 
 def number(fraction: Fraction, percent: bool) -> Any:
     """An exact number; a percentage in the form that math-verify gives it."""
-    import sympy
-
     value = sympy.Rational(fraction.numerator, fraction.denominator)
     return value * 100 * sympy.UnevaluatedExpr(sympy.Rational(1, 100)) if percent else value
 
@@ -74,8 +70,6 @@ def formulas_match(gold: Any, answer: Any) -> bool:
 
 def _bits(expression: Any) -> float:
     """Upper bound of the bits that evaluating a formula may need; inf if there is none."""
-    import sympy
-
     if isinstance(expression, sympy.Rational):
         return max(abs(int(expression.p)), int(expression.q)).bit_length()
     members = list(expression) if isinstance(expression, sympy.MatrixBase) else expression.args
@@ -106,9 +100,6 @@ def _size(constant: Any, bits: float) -> float:
 
 def _equal(gold: Any, answer: Any) -> bool:
     """Equality of two parsed formulas."""
-    import sympy
-    from sympy.core.relational import Relational
-
     gold, answer = _unwrapped(gold, answer)
     if gold == answer:
         return True
@@ -131,16 +122,12 @@ def _equal(gold: Any, answer: Any) -> bool:
             return _constants_equal(gold, answer)
         return _formulas_equal(_exact(gold), _exact(answer))
     if isinstance(gold, (Relational, sympy.Set, sympy.And, sympy.Or)):
-        from math_verify import verify
-
         return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
     return False
 
 
 def _unwrapped(gold: Any, answer: Any) -> tuple[Any, Any]:
     """`x = 5` against `5`: only the values are compared."""
-    import sympy
-
     if isinstance(answer, sympy.Eq) and not isinstance(gold, sympy.Eq):
         if isinstance(gold, (sympy.Expr, sympy.Set, sympy.Tuple, sympy.MatrixBase)):
             return gold, answer.rhs
@@ -165,8 +152,6 @@ def _same_members(gold: Any, answer: Any) -> bool:
 
 def _same_sequence(gold: Any, answer: Any) -> bool:
     """Tuples member by member; an open interval is written like a pair."""
-    import sympy
-
     sides = []
     for value in (gold, answer):
         if isinstance(value, sympy.Interval):
@@ -182,16 +167,12 @@ def _same_sequence(gold: Any, answer: Any) -> bool:
 
 def _exact(expression: Any) -> Any:
     """Decimals as the fractions that they were written as."""
-    import sympy
-
     floats = expression.atoms(sympy.Float)
     return expression.xreplace({number: sympy.Rational(str(number)) for number in floats})
 
 
 def _constants_equal(gold: Any, answer: Any) -> bool:
     """Exact for rationals; otherwise equal to 40 digits, or a decimal within APPROXIMATION."""
-    import sympy
-
     percents = [_without_percent(gold), _without_percent(answer)]
     if (percents[0] is None) != (percents[1] is None):
         bare = [plain if plain is not None else side for plain, side in zip(percents, (gold, answer))]
@@ -221,8 +202,6 @@ def _is_decimal(denominator: int) -> bool:
 
 def _without_percent(expression: Any) -> Any:
     """x of x% (math-verify writes x * UnevaluatedExpr(1/100)); None if it is no percentage."""
-    import sympy
-
     hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
     if not expression.is_Mul or hundredth not in expression.args:
         return None
@@ -231,8 +210,6 @@ def _without_percent(expression: Any) -> Any:
 
 def _formulas_equal(gold: Any, answer: Any) -> bool:
     """Whether two formulas with variables are the same function."""
-    import sympy
-
     if gold.free_symbols != answer.free_symbols:
         # Cheap refusal; x - x + 1 for 1 is the price.
         return False
