@@ -19,6 +19,9 @@ from areal_hpc.launch.plan import GroupPlan, JobPlan
 NODE_PLAN_VARIABLE = "AREAL_NODE_PLAN"
 """Tells every rank which node each group works on: `n1;n2,n3;n4`."""
 
+LEAVE_DEADLINE_S = 300
+"""Between the first rank's end and the last one's."""
+
 _FAULT = re.compile(r"srun: error: (?:Node failure on|[^:]+: tasks? [\d,-]+: )")
 
 
@@ -40,8 +43,10 @@ def _options(config: Config, group: GroupPlan, names: Sequence[str]) -> list[str
     options = [
         f"--mpi={config.launch.mpi}",
         "--export=ALL",
-        # One rank lost is a world lost: what is left must not wait for it.
-        "--kill-on-bad-exit=1",
+        # One rank lost is a world lost. srun would give the others KillWait (30 s) to leave,
+        # which they cannot; the supervisor ends them at once, and srun itself if that fails.
+        "--kill-on-bad-exit=0",
+        f"--wait={LEAVE_DEADLINE_S}",
         "--distribution=block",
         f"--nodes={group.nodes}",
         f"--ntasks={group.ranks}",

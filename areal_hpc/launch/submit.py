@@ -14,12 +14,13 @@ from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import load_config, save_config
 from areal_hpc.config.schema import Config
 from areal_hpc.launch import slurm
+from areal_hpc.launch.drain import slow_drain_warnings
 from areal_hpc.launch.plan import check_launch, plan_job
 from areal_hpc.launch.preflight import check_files, check_run_folder
 from areal_hpc.launch.script import check_log_folder, render_script
 from areal_hpc.launch.site import Site, apply_site, load_site
 from areal_hpc.launch.status import write_record
-from areal_hpc.launch.supervise import Supervise, slow_drain_warnings
+from areal_hpc.launch.supervise import Supervise
 from areal_hpc.paths import RunPaths
 
 

@@ -32,6 +32,7 @@ from areal_hpc.config.load import read_config
 from areal_hpc.config.schema import Config
 from areal_hpc.launch import slurm
 from areal_hpc.launch.decide import Action, StepEnd, Tally, decide
+from areal_hpc.launch.drain import expected_drain_warnings, slow_drain_warnings
 from areal_hpc.launch.plan import END_MARGIN_S, JobPlan, plan_job
 from areal_hpc.launch.step import is_fault, srun_command, start
 from areal_hpc.paths import RunPaths
@@ -39,7 +40,7 @@ from areal_hpc.telemetry import append_jsonl
 
 POLL_S = 0.2
 END_TIME_INTERVAL_S = 60.0
-FAULT_GRACE_S = 5.0
+FAULT_GRACE_S = 2.0
 """From srun's report of a lost rank to SIGKILL for the others; an MPI_Abort ends them sooner."""
 STEP_DEADLINE_S = 300.0
 """Longest wait for Slurm to create the step."""
@@ -83,6 +84,7 @@ class Supervisor:
         self._requeue = requeue or (lambda: slurm.patiently(lambda: slurm.requeue(self.job_id)))
         self._end_time = 0.0
         self._next_end_time = 0.0
+        self._warned = False
         self._signals: list[int] = []
         self.stop_reason = ""
         self._stopped_at = 0.0
@@ -96,8 +98,7 @@ class Supervisor:
             "allocation", job_id=self.job_id, restart_count=self.restart_count,
             seconds=self._end_time - time.time() if self._end_time else None,
         )
-        for warning in slow_drain_warnings(self.paths, self.config):
-            self._say(f"warning: {warning}")
+        self._warn(slow_drain_warnings(self.paths, self.config))
         tally = Tally()
         while True:
             try:
@@ -230,6 +231,7 @@ class Supervisor:
             self._say(f"warning: {error}; keeping the end time known before")
             return
         self._end_time = min((part.end_time for part in parts if part.end_time), default=self._end_time)
+        self._warn(expected_drain_warnings(self.paths, self.config))
 
     def _seconds_to_stop(self) -> float:
         if not self._end_time:
@@ -282,6 +284,13 @@ class Supervisor:
     def _say(self, text: str) -> None:
         print(f"areal-hpc job {self.job_id}: {text}", flush=True)
 
+    def _warn(self, warnings: list[str]) -> None:
+        """Say once in an allocation that the lead time is too short."""
+        for warning in [] if self._warned else warnings:
+            self._warned = True
+            self._say(f"warning: {warning}")
+            self._event("warning", text=warning)
+
     def _event(self, event: str, **values: object) -> None:
         append_jsonl(self.paths.slurm_events, {"time": time.time(), "event": event, **values})
 
@@ -319,32 +328,6 @@ def last_word(paths: RunPaths, *, since: float) -> dict[str, Any]:
         return {}
     final = status.get("state") in ("finished", "stopped") and status.get("time", 0.0) >= since
     return status if final else {}
-
-
-def slow_drain_warnings(paths: RunPaths, config: Config) -> list[str]:
-    """What an earlier drain of this run says about the lead time."""
-    drains = [event["seconds"] for event in read_events(paths) if event.get("event") == "drained"]
-    lead = config.launch.signal_lead_s
-    if not drains or max(drains) + END_MARGIN_S <= lead:
-        return []
-    return [
-        f"a drain of this run took {max(drains):.0f} s, which does not fit into launch.signal_lead_s={lead} "
-        f"with {END_MARGIN_S} s to leave: raise launch.signal_lead_s"
-    ]
-
-
-def read_events(paths: RunPaths) -> list[dict[str, Any]]:
-    try:
-        lines = paths.slurm_events.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    events = []
-    for line in lines:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue  # the last line of an allocation that was killed
-    return events
 
 
 def _read_text(path: Path) -> str:

@@ -225,7 +225,7 @@ def test_one_srun_places_every_group_on_its_nodes():
     assert command[0] == "srun" and len(parts) == 3 and "/r u n" in command
     assert "--het-group=1 " in parts[1] and "--nodelist=t1,t3" in parts[1] and "--ntasks=8" in parts[1]
     assert "--gpus-per-node=4 --gpu-bind=none" in parts[1] and "gpus" not in parts[0]
-    assert all("--mpi=pmi2" in part and "--kill-on-bad-exit=1" in part for part in parts)
+    assert all("--mpi=pmi2" in part and "--wait=300" in part for part in parts)
     assert parse_node_plan(node_plan(nodes)) == [list(names) for names in nodes]
 
 

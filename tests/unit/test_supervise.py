@@ -13,9 +13,11 @@ import pytest
 
 from areal_hpc.config.load import load_config, save_config
 from areal_hpc.launch.decide import Action, StepEnd, Tally, decide
+from areal_hpc.launch.drain import expected_drain, expected_drain_warnings, read_events, slow_drain_warnings
 from areal_hpc.launch.site import Site, apply_site
-from areal_hpc.launch.supervise import last_checkpoint, last_word, read_events, slow_drain_warnings
+from areal_hpc.launch.supervise import last_checkpoint, last_word
 from areal_hpc.paths import RunPaths
+from areal_hpc.telemetry import Telemetry
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,6 +111,24 @@ def test_a_drain_that_did_not_fit_is_told_at_the_next_start(tmp_path):
     paths.slurm_events.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "dra')
     (warning,) = slow_drain_warnings(paths, config)
     assert "took 55 s" in warning and "launch.signal_lead_s=60" in warning
+
+
+def test_a_drain_that_would_not_fit_is_foreseen_from_what_the_run_measured(tmp_path):
+    paths = RunPaths(tmp_path)
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ["launch.signal_lead_s=60"])
+    assert expected_drain(paths) == 0.0 and expected_drain_warnings(paths, config) == []
+    telemetry = Telemetry(paths.spans("trainer", 0))
+    for seconds in (3.0, 9.0, 4.0):
+        telemetry.record_span("train.step", 0.0, seconds)
+    telemetry.record_span("weights.publish", 0.0, 1.0)
+    telemetry.record_span("train.wait", 0.0, 500.0)
+    telemetry.close()
+    assert expected_drain(paths) == 10.0 and expected_drain_warnings(paths, config) == []
+    telemetry = Telemetry(paths.spans("trainer", 0))
+    telemetry.value("checkpoint.seconds", 25.0)
+    telemetry.close()
+    (warning,) = expected_drain_warnings(paths, config)
+    assert "about 35 s" in warning and "launch.signal_lead_s=60" in warning
 
 
 # ---- the process -----------------------------------------------------------------
