@@ -41,8 +41,8 @@ MAX_GAP_S = 5.0
 """Gauges further apart than this say nothing about the time between."""
 MIN_SPREAD = 1.5
 """Batches must differ by this factor to tell a step's base from its share per sequence."""
-WARMUP_STEPS = 1
-"""Training steps at the start that are not counted: libraries warm up."""
+WARMUP_STEPS = 2
+"""Training steps at the start that are not counted: libraries warm up, the first batch is awaited."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,14 @@ def calibrate(folder: Path, shape: ModelShape | None = None) -> Calibration:
 
     trainer = list(_events(paths, "trainer-00000.jsonl"))
     steps = _steps(trainer)
-    train_tokens_s, train_step_s = fit_training([(step["num_tokens"], step["d"]) for step in steps])
+    train_tokens_s, train_step_s = fit_training([(step["num_tokens"], step["d"]) for step in steps[1:]])
     rates = replace(rates, train_tokens_s=train_tokens_s, train_step_s=train_step_s)
 
     rollouts = [list(_events(paths, file.name)) for file in sorted(paths.telemetry.glob("rollout-*.jsonl"))]
     if not rollouts:
         raise ConfigError(f"--from={folder} has no telemetry of a rollout rank (telemetry/rollout-*.jsonl)")
+    # Everything is taken from the time that `measured_speed` speaks of.
+    trainer, *rollouts = (_within(events, steps) for events in (trainer, *rollouts))
     intervals = [interval for events in rollouts for interval in _intervals(events)]
     guess = (rates.decode_base_s, rates.decode_seq_s)
     base, per_sequence, apart = fit_decode(intervals, guess, str(folder))
@@ -211,13 +213,19 @@ def _events(paths: RunPaths, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _steps(trainer: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Spans of training steps without the first."""
+    """Spans of the training steps that count, and of the one before."""
     steps = [event for event in trainer if event.get("s") == "train.step" and "num_tokens" in event]
     if len(steps) < WARMUP_STEPS + 3:
         raise ConfigError(
             f"--from: the run finished {len(steps)} training steps; at least {WARMUP_STEPS + 3} are needed"
         )
-    return steps[WARMUP_STEPS:]
+    return steps[WARMUP_STEPS - 1 :]
+
+
+def _within(events: Iterable[dict[str, Any]], steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What happened between the end of the first of these steps and the end of the last."""
+    first, last = (step["t"] + step["d"] for step in (steps[0], steps[-1]))
+    return [event for event in events if first <= event["t"] <= last]
 
 
 def _intervals(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float, float]]:

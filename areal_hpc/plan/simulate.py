@@ -4,10 +4,10 @@ An engine decodes one token of each of its m running sequences in
     base + per_sequence * m + per_kv_token * (tokens in its cache)
 seconds. The cache grows by m tokens a step, so n steps take a closed-form time: the queue
 holds one event per finished answer, none per token. Engines, trainer and publication
-follow the run's own protocol: groups are granted while Eq. 3 and the engines' room allow, a group is ready
-when its last answer is scored and committed, a batch takes the oldest ready groups but
-waits for stragglers that would get too old, and new weights are staged beside generation,
-then loaded under a pause. Deterministic by seed.
+follow the run's own protocol: groups are granted while Eq. 3 and the engines' room allow, a
+group is ready when its last answer is scored and committed, a batch takes the oldest ready
+groups but waits for stragglers that would get too old, and engines stand still while new
+weights arrive and are loaded. Deterministic by seed.
 
 Called by `splits` and the tests; all times are seconds, all lengths tokens.
 """
@@ -65,7 +65,7 @@ class _Engine:
 
 class Simulation:
     """`trace`, if given, receives (time, event, value) of all that the invariants speak of:
-    admit (trajectories so far), discard (trajectories), train (step), trained (version), live (version)."""
+    admit (trajectories so far), train (step), trained (version), live (version)."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Simulation:
         self._under_way: Counter[int] = Counter()
         """Groups by the version they were granted under."""
         self._ready: list[tuple[int, int, _Group]] = []
-        self._num_groups = self._admitted = self._discarded = 0
-        self._discarded_tokens = 0
+        self._ready_versions: Counter[int] = Counter()
+        self._num_groups = self._admitted = 0
         self._trained_version = self._live_version = 0
         self._training = self._publishing = self._saving = False
         self._num_updating = 0
@@ -249,7 +249,9 @@ class Simulation:
     def _group_ready(self, ordinal: int, _: int) -> None:
         group = self._groups.pop(ordinal)
         self._under_way[group.granted] -= 1
-        heapq.heappush(self._ready, (min(group.started), ordinal, group))
+        oldest = min(group.started)
+        heapq.heappush(self._ready, (oldest, ordinal, group))
+        self._ready_versions[oldest] += 1
         engine = self._engines[group.engine]
         engine.groups -= 1
         self._form_batch()
@@ -260,16 +262,12 @@ class Simulation:
         system, version = self._system, self._trained_version
         needed = system.batch_size // system.group_size
         busy = self._training or self._saving or (system.trainer_waits and self._publishing)
-        if busy or version == self._target:
+        if busy or version == self._target or len(self._ready) < needed:
             return
-        if system.bounded:
-            self._discard_older(version - system.eta)
-        if len(self._ready) < needed:
-            return
-        oldest = min((granted for granted, count in self._under_way.items() if count), default=None)
-        if system.bounded and oldest is not None and version + 1 - oldest > system.eta:
+        if system.bounded and self._must_wait(needed):
             return
         batch = [heapq.heappop(self._ready)[2] for _ in range(needed)]
+        self._ready_versions -= Counter(min(group.started) for group in batch)
         tokens = sum(group.tokens for group in batch)
         ages = [version - started for group in batch for started in group.started]
         seconds = (
@@ -281,16 +279,21 @@ class Simulation:
         self._note("train", len(self._steps))
         self._push(self._now + seconds, "trained")
 
-    def _discard_older(self, version: int) -> None:
-        """Leave out ready groups that are older; their places are given to others."""
-        size, before = self._system.group_size, self._discarded
-        while self._ready and self._ready[0][0] < version:
-            self._discarded_tokens += heapq.heappop(self._ready)[2].tokens
-            self._discarded += size
-            self._admitted -= size
-            self._note("discard", size)
-        if self._discarded > before:
-            self._grant(self._engines)
+    def _must_wait(self, needed: int) -> bool:
+        """Whether a batch now would leave a group that no later batch could take within eta.
+
+        Groups of versions up to m have to be in batches trained from versions up to m + eta.
+        """
+        version, eta = self._trained_version, self._system.eta
+        in_batch = waiting = 0
+        for bound in sorted({*self._ready_versions, *self._under_way}):
+            in_batch += self._ready_versions[bound]
+            waiting += self._under_way[bound]
+            if in_batch >= needed:
+                return False
+            if waiting and -(-waiting // needed) > bound + eta - version:
+                return True
+        return False
 
     def _trained(self, *_: int) -> None:
         self._training = False
@@ -312,7 +315,7 @@ class Simulation:
         self._push(self._now + self._rates.stage_s, "staged", self._trained_version)
 
     def _staged(self, version: int, _: int) -> None:
-        """Every engine has the new weights beside the old ones: interrupt or drain, and load."""
+        """The new weights are ready for the engines: interrupt or drain them, and load."""
         self._num_updating = len(self._engines)
         self._loading_version = version
         for engine in self._engines:
@@ -378,7 +381,6 @@ class Simulation:
         unused += sum(group.tokens for group in self._groups.values()) + sum(
             group.tokens for _, _, group in self._ready
         )
-        unused += self._discarded_tokens
         # The last prefill may reach beyond the end.
         busy = sum(engine.busy_s - max(0.0, engine.clock - self._now) for engine in self._engines)
         engine_seconds = self._now * len(self._engines)
@@ -389,7 +391,6 @@ class Simulation:
             mean_tokens=self._lengths.mean,
             generated_tokens=sum(engine.tokens for engine in self._engines),
             unused_tokens=unused,
-            discarded=self._discarded,
             trainer_busy=self._train_busy_s / self._now,
             rollout_busy=max(0.0, busy) / engine_seconds,
             slots_filled=sum(engine.slot_s for engine in self._engines) / engine_seconds / self._system.slots,

@@ -51,7 +51,7 @@ class System:
     queue_factor: float = 1.5
     """Sequences granted to an engine over its slots, counted in groups that are not ready yet."""
     bounded: bool = True
-    """No batch is formed that would leave a group under way older than eta, and none is trained."""
+    """No batch is formed that would leave a group that could then only be trained older than eta."""
     drain: bool = False
     """Engines finish their answers before they load; else they are interrupted."""
     recompute_kv: bool = True
@@ -86,9 +86,7 @@ class Result:
     """Mean answer that the lengths promise; a short sample's batches may lie above or below."""
     generated_tokens: float
     unused_tokens: float
-    """Generated but not trained on: ready, discarded, or in answers still being written."""
-    discarded: int
-    """Trajectories that were too old to train on."""
+    """Generated but not trained on: ready, or in answers still being written."""
     trainer_busy: float
     """Fraction of the time in which the trainer computed."""
     rollout_busy: float

@@ -53,15 +53,18 @@ def made_run(root: Path, *, steps: int = 12, skip: tuple[str, ...] = ()) -> Path
         clock = 1000.0
         for step in range(1, steps + 1):
             tokens = int(rng.integers(800, 1600))
-            seconds = STEP_S + tokens / TOKENS_S + (5.0 if step == 1 else 0.0)  # the first one warms up
+            seconds = STEP_S + tokens / TOKENS_S + (5.0 if step <= 2 else 0.0)  # they warm up
             telemetry.record_span("train.step", clock, seconds, train_step=step, num_tokens=tokens)
             telemetry.record_span("weights.publish", clock + seconds, 0.3, version=step, total_s=0.3)
-            clock += seconds + 0.5
+            clock += 700.0
         telemetry.close()
     if "rollout" not in skip:
         telemetry = Telemetry(run / "telemetry" / "rollout-00000.jsonl")
-        clock, tokens = 1000.0, 0.0
         lines = []
+        for clock in (1000.0, 1001.0, 1002.0):  # warming up: three tokens a second
+            lines.append({"t": clock, "c": "rollout.generated_tokens", "v": 3 * (clock - 1000)})
+            lines.append({"t": clock, "c": "rollout.running", "v": 50})
+        clock, tokens = 2000.0, 9.0
         for _ in range(60):
             running = int(rng.integers(4, 60))
             # Two readings a second apart, with the same sequences running all the time.

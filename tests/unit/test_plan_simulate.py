@@ -123,9 +123,6 @@ def test_invariants(one, seed):
             for ordinal in range(admitted + 1, value + 1):
                 assert (ordinal - 1) // one.batch_size <= live + one.eta
             admitted = value
-        elif event == "discard":
-            assert one.bounded
-            admitted -= value
         elif event == "train":
             assert value == trained + 1
             assert admitted >= value * one.batch_size, "trained on what was never admitted"
@@ -143,7 +140,7 @@ def test_invariants(one, seed):
     assert all(step.staleness_max >= 0 for step in result.steps)
     if one.bounded and one.trainer_waits:
         assert result.staleness_max <= one.eta
-    if one.total_steps and not result.discarded:
+    if one.total_steps:
         assert admitted == 8 * one.batch_size and result.unused_tokens == pytest.approx(0, abs=1e-3)
 
 
@@ -157,15 +154,14 @@ def test_more_staleness_is_not_slower_and_sync_is_slowest():
     assert speeds[0] < speeds[1] <= speeds[2] * 1.02
 
 
-def test_a_batch_waits_for_stragglers_rather_than_losing_them():
+def test_a_batch_waits_for_stragglers_rather_than_training_them_late():
     """Long tails at eta = 1: without the bound they are trained too old, with it the trainer waits."""
     lengths = LogNormal(300, 3000)
     free, bounded = (
         Simulation(system(eta=1, bounded=b, num_engines=8), lengths, 0).run(40) for b in (False, True)
     )
-    assert free.staleness_max > 1 and free.discarded == 0
+    assert free.staleness_max > 1
     assert bounded.staleness_max == 1
-    assert bounded.discarded < 0.02 * 40 * 64
     assert bounded.tokens_per_s < free.tokens_per_s
 
 
