@@ -74,6 +74,16 @@ def _splits_as_numpy(tensor, as_numpy=False, record_stream=False):
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+class _WeightGradients:
+    """Apex' extension that adds a weight's gradient to its buffer as part of the matrix product."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad) -> None:
+        main_grad.addmm_(grad_output.t(), total_input)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
 class _NoStream:
     """A CUDA stream on which everything has happened already: the experts' dispatcher asks for one."""
 
@@ -111,9 +121,11 @@ def patch_megatron() -> None:
     for name in ("synchronize", "empty_cache", "set_device"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
 
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer.moe import token_dispatcher
 
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
     stream = _NoStream()
     torch.cuda.current_stream = lambda *args, **kwargs: stream
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = stream

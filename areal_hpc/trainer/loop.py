@@ -38,12 +38,15 @@ if TYPE_CHECKING:
     from areal_hpc.mpi.world import World
     from areal_hpc.trainer.checkpoint import Saved
     from areal_hpc.trainer.parallel import Place
+    from areal_hpc.weights.transfer import Publication
 
 log = logging.getLogger(__name__)
 
 COMMANDS = (ConnectWeights, TrainBatch, Publish, SaveCheckpoint, Stop)
 CHECKPOINT_POLL_S = 0.25
 """How often an idle trainer looks whether its checkpoint is written."""
+PUBLICATION_POLL_S = 0.01
+"""The same for a publication in the background: admission waits for its end."""
 
 
 def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry) -> None:
@@ -118,9 +121,11 @@ class Trainer:
         with self._telemetry.span("train.wait"):
             while True:
                 self._report_saved(self._checkpoints.finished())
+                self._report_published(self._weights.finished())
                 try:
+                    poll_s = PUBLICATION_POLL_S if self._weights.in_progress else CHECKPOINT_POLL_S
                     return self._world.channel.receive(
-                        COMMANDS, CHECKPOINT_POLL_S, "a command", source=self._world.controller_rank
+                        COMMANDS, poll_s, "a command", source=self._world.controller_rank
                     ).message
                 except TimeoutError:
                     if time.monotonic() > end:
@@ -147,14 +152,19 @@ class Trainer:
         self._answer(StepDone(train_step=self.train_step, version=self.train_step, metrics=metrics))
 
     def publish(self, command: Publish) -> None:
-        from areal_hpc.weights.transfer import PublishError
+        """Send the weights; with weights.overlap only copy them, the answer comes from `next_command`."""
+        if self._config.weights.overlap:
+            self._weights.begin(command.version)
+        else:
+            self._report_published(self._weights.attempt(command.version))
 
-        try:
-            timings = self._weights.publish(command.version)
-        except PublishError as error:
-            self._answer(PublishFailed(version=command.version, reason=str(error)))
+    def _report_published(self, publication: Publication | None) -> None:
+        if publication is None:
             return
-        self._answer(VersionLive(version=command.version, timings=timings))
+        if publication.error:
+            self._answer(PublishFailed(version=publication.version, reason=publication.error))
+        else:
+            self._answer(VersionLive(version=publication.version, timings=publication.timings))
 
     def save_checkpoint(self, command: SaveCheckpoint) -> None:
         """Copy the state and go on: the answer comes when the checkpoint is whole on disk."""

@@ -161,7 +161,9 @@ def transformer_overrides(place: Place, options: ModelOptions) -> dict[str, obje
         # Megatron's name for "the activation is a module of the specification".
         "use_te_activation_func": local,
         "bias_dropout_fusion": not local,
-        "gradient_accumulation_fusion": False,
+        # On CPU by `cpu`, on GPUs by an extension of Apex where it is installed.
+        "gradient_accumulation_fusion": place.device.type == "cpu"
+        or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "persist_layer_norm": not local,
         "apply_rope_fusion": not local,
         "moe_grouped_gemm": not local,
