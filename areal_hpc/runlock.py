@@ -8,6 +8,7 @@ abandoned is explained, and taken over when the user asks for it.
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import os
@@ -91,34 +92,46 @@ def acquire(path: Path, *, take_over: bool = False) -> RunLock:
         since=time.time(),
         token=secrets.token_hex(8),
     )
-    check(path, take_over=take_over, job_id=holder.job_id)
+    before = check(path, take_over=take_over, job_id=holder.job_id)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(asdict(holder), stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    stale = path.with_name(f".{path.name}.{holder.token}.stale")
     try:
-        # Only one of two that found the same stale lock gets it out of the way.
-        os.rename(path, stale)
-    except FileNotFoundError:
-        pass
-    try:
-        # A link, unlike a rename, never replaces what another process has just put there.
-        os.link(temporary, path)
-    except FileExistsError:
-        raise ConfigError(_refusal(path, "it was taken a moment ago")) from None
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump(asdict(holder), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if before is None:
+            # A link, unlike a rename, never replaces what another process has just put there.
+            os.link(temporary, path)
+        else:
+            _replace(path, before, temporary)
+    except FileExistsError as error:
+        raise ConfigError(_refusal(path, f"it was taken a moment ago ({error.filename2 or error.filename})")) from None
     finally:
-        os.unlink(temporary)
-        stale.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
     return RunLock(path, holder)
 
 
-def check(path: Path, *, take_over: bool = False, job_id: str = "") -> None:
-    """Raises ConfigError if the lock at `path` keeps a run from starting."""
+def _replace(path: Path, before: Holder, temporary: str) -> None:
+    """Put `temporary` in the place of the lock of `before`. FileExistsError if another process is first."""
+    claim = path.with_name(f".{path.name}.{before.token}.claim")
+    os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        # Only who holds the claim replaces this holder's lock, so that it cannot change now.
+        if read_holder(path) != before:
+            raise FileExistsError(errno.EEXIST, "taken over", str(path))
+        os.replace(temporary, path)
+    finally:
+        claim.unlink()
+
+
+def check(path: Path, *, take_over: bool = False, job_id: str = "") -> Holder | None:
+    """The former holder, whose lock may be taken over, or None if there is no lock.
+
+    Raises ConfigError if the lock at `path` keeps a run from starting.
+    """
     holder = read_holder(path)
     if holder is None or _is_gone(holder, job_id):
-        return
+        return holder
     age = _age_s(path)
     if holder.host == socket.gethostname():
         raise ConfigError(_refusal(path, "its process is running: stop it first"))
@@ -128,6 +141,7 @@ def check(path: Path, *, take_over: bool = False, job_id: str = "") -> None:
         raise ConfigError(
             _refusal(path, f"it gave no sign of life for {age or 0:.0f} s; if it is surely dead, set run.take_over=true")
         )
+    return holder
 
 
 def read_holder(path: Path) -> Holder | None:

@@ -96,12 +96,10 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        shapes = {
-            name: getattr(self, name).shape
-            for name in ("tokens", "loss_mask", "rollout_logprobs", "versions")
-        }
-        if len(set(shapes.values())) != 1 or self.tokens.ndim != 1:
-            raise ValueError(f"per-token arrays of a trajectory must have one shape [T], got {shapes}")
+        shape = self.tokens.shape
+        others = (self.loss_mask.shape, self.rollout_logprobs.shape, self.versions.shape)
+        if len(shape) != 1 or any(other != shape for other in others):
+            raise ValueError(f"per-token arrays of a trajectory must have one shape [T], got {(shape, *others)}")
 
     @property
     def num_tokens(self) -> int:

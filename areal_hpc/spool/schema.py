@@ -1,8 +1,15 @@
-"""The layout of a spool shard: names, types and how trajectories become flat arrays.
+"""The layout of a spool shard: names, types and how trajectories and arrays correspond.
 
 Pure numpy, no file access; `spool.shard` writes and reads it, the offline tools import it.
-A shard holds whole groups. `offsets` [N + 1] says where each trajectory's tokens lie in
-the flat per-token arrays [T]; every other array has one entry per trajectory [N].
+A shard holds whole groups of N trajectories with T tokens in all:
+
+    tokens, rollout_logprobs, versions, loss_mask   [T], trajectories one after the other
+    offsets [N + 1]         where each trajectory's tokens lie in these
+    trajectories [N]        a table: prompt, group, reward, lengths, versions, checksum
+    reward_parts [N, K]     one column for each name in the attribute `labels`
+
+Attributes: schema_version, run_id, writer_rank, labels (JSON), digest. Each row's checksum
+covers its tokens, the digest everything else, checksums included.
 """
 
 from __future__ import annotations
@@ -12,22 +19,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from blake3 import blake3
 
-from areal_hpc.types import PROMPT_VERSION, ShardRow, Trajectory, token_checksum
+from areal_hpc.types import PROMPT_VERSION, ShardRow, Trajectory
 
 SCHEMA_VERSION = 1
 
 TOKEN_ARRAYS = {"tokens": "<i4", "rollout_logprobs": "<f4", "versions": "<i4", "loss_mask": "|u1"}
-"""Name -> stored type of each flat per-token array [T]."""
+"""Name -> stored type of each per-token array."""
 
-ROW_ARRAYS = {
-    "reward": "<f4",
-    "prompt_id": "<i8",
-    "group_id": "<i8",
-    "sample_index": "<i4",
-    "finish_reason": "|u1",
-}
-"""Name -> stored type of each per-trajectory array [N]; finish_reason indexes the attribute's list."""
+TABLE = np.dtype(
+    [
+        ("group_id", "<i8"),
+        ("prompt_id", "<i8"),
+        ("sample_index", "<i4"),
+        ("num_tokens", "<i4"),
+        ("num_loss_tokens", "<i4"),
+        ("min_version", "<i4"),
+        ("max_version", "<i4"),
+        ("reward", "<f4"),
+        ("finish_reason", "<u4"),
+        ("checksum", "<u4"),
+    ]
+)
+"""One row a trajectory, the fields of ShardRow; finish_reason indexes the labels' list."""
+
+
+HEAD_ARRAYS = {"trajectories": TABLE, "offsets": np.dtype("<i8"), "reward_parts": np.dtype("<f4")}
+"""Name -> type of the arrays beside the tokens."""
 
 
 class ShardError(ValueError):
@@ -35,136 +54,167 @@ class ShardError(ValueError):
 
 
 @dataclass(frozen=True)
-class ShardArrays:
-    """The contents of one shard as flat arrays."""
+class Labels:
+    """The names that give codes and columns of a shard their meaning."""
 
-    arrays: dict[str, np.ndarray]
+    finish_reasons: tuple[str, ...]
+    part_names: tuple[str, ...]
+
+    @property
+    def stored(self) -> str:
+        return json.dumps({"finish_reasons": self.finish_reasons, "reward_parts": self.part_names})
+
+    @staticmethod
+    def parse(stored: str) -> Labels:
+        """ShardError if it is something else."""
+        try:
+            found = json.loads(stored)
+            return Labels(tuple(found["finish_reasons"]), tuple(found["reward_parts"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ShardError(f"its labels are not readable: {error}") from None
+
+
+@dataclass(frozen=True)
+class ShardHead:
+    """Everything in a shard but the tokens."""
+
+    run_id: str
+    writer_rank: int
+    labels: Labels
+    trajectories: np.ndarray
     offsets: np.ndarray
     reward_parts: np.ndarray
-    part_names: tuple[str, ...]
-    finish_reasons: tuple[str, ...]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in HEAD_ARRAYS}
 
     @property
     def num_rows(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.trajectories)
 
     @property
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
 
+    def digest(self) -> str:
+        """BLAKE3 over identity, labels and arrays; over the tokens by way of their checksums."""
+        identity = json.dumps([SCHEMA_VERSION, self.run_id, self.writer_rank, self.labels.stored])
+        state = blake3(identity.encode())
+        for array in self.arrays.values():
+            state.update(array.tobytes())
+        return state.hexdigest()
 
-def flatten(trajectories: Sequence[Trajectory]) -> ShardArrays:
-    """Trajectories -> flat arrays. ValueError for an empty list or reward parts that differ."""
+    def rows(self) -> tuple[ShardRow, ...]:
+        """What the controller needs to know of each row."""
+        reason = TABLE.names.index("finish_reason")
+        names = self.labels.finish_reasons
+        return tuple(
+            ShardRow(row, *entry[:reason], names[entry[reason]], *entry[reason + 1 :])
+            for row, entry in enumerate(self.trajectories.tolist())
+        )
+
+    def check(self) -> None:
+        """Cheap consistency; ShardError says what does not fit."""
+        lengths = self.trajectories["num_tokens"]
+        if not self.num_rows or self.offsets.shape != (self.num_rows + 1,) or self.offsets[0] != 0:
+            raise ShardError(f"{self.num_rows} trajectories and {len(self.offsets)} offsets do not fit")
+        if np.any(np.diff(self.offsets) != lengths) or np.any(lengths <= 0):
+            raise ShardError("offsets and lengths differ: every trajectory has at least one token")
+        if self.reward_parts.shape != (self.num_rows, len(self.labels.part_names)):
+            raise ShardError(f"reward_parts has the shape {self.reward_parts.shape}")
+        if int(self.trajectories["finish_reason"].max()) >= len(self.labels.finish_reasons):
+            raise ShardError(f"a finish_reason is not among {list(self.labels.finish_reasons)}")
+
+
+def check(trajectories: Sequence[Trajectory]) -> None:
+    """Whether they can make one shard.
+
+    Raises ValueError for an empty list, a trajectory without tokens, reward parts that
+    differ or arrays of another type than the shard's.
+    """
     if not trajectories:
         raise ValueError("a shard needs at least one trajectory")
-    part_names = tuple(trajectories[0].reward_parts)
-    finish_reasons = tuple(sorted({trajectory.finish_reason for trajectory in trajectories}))
-    code = {reason: index for index, reason in enumerate(finish_reasons)}
+    kinds = {name: np.dtype(kind) for name, kind in TOKEN_ARRAYS.items()}
+    parts = trajectories[0].reward_parts.keys()
     for trajectory in trajectories:
-        if trajectory.reward_parts.keys() != set(part_names):
+        for name, kind in kinds.items():
+            found = getattr(trajectory, name).dtype
+            if found != kind:
+                raise ValueError(f"{name} of prompt {trajectory.prompt_id} has the type {found}; a shard holds {kind}")
+        if not trajectory.num_tokens:
+            raise ValueError(f"an answer to prompt {trajectory.prompt_id} has no token: it needs at least one token")
+        if trajectory.reward_parts.keys() != parts:
             raise ValueError(
-                f"reward parts differ within a shard: {sorted(part_names)} and "
-                f"{sorted(trajectory.reward_parts)} (prompt {trajectory.prompt_id})"
+                f"reward parts differ within a shard: {sorted(parts)} and {sorted(trajectory.reward_parts)} "
+                f"(prompt {trajectory.prompt_id})"
             )
-    columns: dict[str, list[float]] = {
-        "reward": [trajectory.reward for trajectory in trajectories],
-        "prompt_id": [trajectory.prompt_id for trajectory in trajectories],
+
+
+def make_labels(trajectories: Sequence[Trajectory]) -> Labels:
+    reasons = {trajectory.finish_reason for trajectory in trajectories}
+    return Labels(tuple(sorted(reasons)), tuple(trajectories[0].reward_parts))
+
+
+def make_head(trajectories: Sequence[Trajectory], labels: Labels, run_id: str, writer_rank: int) -> ShardHead:
+    """The head of a shard of these trajectories, which `check` has passed."""
+    code = {reason: index for index, reason in enumerate(labels.finish_reasons)}
+    lengths = [trajectory.num_tokens for trajectory in trajectories]
+    offsets = np.zeros(len(lengths) + 1, HEAD_ARRAYS["offsets"])
+    np.cumsum(lengths, out=offsets[1:])
+    # Over all rows at once: reduceat works on the segments between the offsets.
+    starts = offsets[:-1]
+    trained = np.concatenate([trajectory.loss_mask for trajectory in trajectories]) != 0
+    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
+    num_trained = np.add.reduceat(trained, starts, dtype=np.int64)
+    newest = np.maximum.reduceat(np.where(trained, versions, PROMPT_VERSION), starts)
+    oldest = np.minimum.reduceat(np.where(trained, versions, np.iinfo(np.int32).max), starts)
+    oldest[num_trained == 0] = PROMPT_VERSION
+    columns = {
         "group_id": [trajectory.group_id for trajectory in trajectories],
+        "prompt_id": [trajectory.prompt_id for trajectory in trajectories],
         "sample_index": [trajectory.sample_index for trajectory in trajectories],
+        "num_tokens": lengths,
+        "num_loss_tokens": num_trained,
+        "min_version": oldest,
+        "max_version": newest,
+        "reward": [trajectory.reward for trajectory in trajectories],
         "finish_reason": [code[trajectory.finish_reason] for trajectory in trajectories],
+        "checksum": [trajectory.checksum for trajectory in trajectories],
     }
-    arrays = {
-        name: np.concatenate(
-            [getattr(trajectory, name) for trajectory in trajectories], dtype=kind, casting="same_kind"
-        )
-        for name, kind in TOKEN_ARRAYS.items()
-    }
-    arrays |= {name: np.array(columns[name], kind) for name, kind in ROW_ARRAYS.items()}
-    parts = [[trajectory.reward_parts[name] for name in part_names] for trajectory in trajectories]
-    offsets = np.zeros(len(trajectories) + 1, "<i8")
-    np.cumsum([trajectory.num_tokens for trajectory in trajectories], out=offsets[1:])
-    reward_parts = np.array(parts, "<f4").reshape(len(trajectories), len(part_names))
-    return ShardArrays(arrays, offsets, reward_parts, part_names, finish_reasons)
+    table = np.empty(len(lengths), TABLE)
+    for name, column in columns.items():
+        table[name] = column
+    parts = [[trajectory.reward_parts[name] for name in labels.part_names] for trajectory in trajectories]
+    reward_parts = np.array(parts, HEAD_ARRAYS["reward_parts"]).reshape(len(lengths), len(labels.part_names))
+    return ShardHead(run_id, writer_rank, labels, table, offsets, reward_parts)
 
 
-def unflatten(shard: ShardArrays, rows: Sequence[int], starts: Sequence[int]) -> list[Trajectory]:
-    """The trajectories `rows`; `starts[k]` is where row k's tokens begin in the per-token arrays."""
-    tokens, logprobs, versions, mask = (shard.arrays[name] for name in TOKEN_ARRAYS)
-    reward, prompt_id, group_id, sample_index, reason = (
-        shard.arrays[name][rows].tolist() for name in ROW_ARRAYS
+def make_trajectories(
+    head: ShardHead, arrays: dict[str, np.ndarray], rows: Sequence[int], starts: Sequence[int]
+) -> list[Trajectory]:
+    """The trajectories `rows`; `starts[k]` is where the tokens of the k-th begin in `arrays`."""
+    tokens, logprobs, versions, mask = (arrays[name] for name in TOKEN_ARRAYS)
+    entries = head.trajectories[list(rows)]
+    columns = (
+        entries[name].tolist()
+        for name in ("num_tokens", "reward", "prompt_id", "group_id", "sample_index", "finish_reason")
     )
-    lengths = np.diff(shard.offsets)[rows].tolist()
-    parts = shard.reward_parts[rows].tolist()
-    trajectories = []
-    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        span = slice(start, start + length)
-        trajectories.append(
-            Trajectory(
-                tokens=tokens[span],
-                loss_mask=mask[span],
-                rollout_logprobs=logprobs[span],
-                versions=versions[span],
-                reward=reward[index],
-                prompt_id=prompt_id[index],
-                group_id=group_id[index],
-                sample_index=sample_index[index],
-                finish_reason=shard.finish_reasons[reason[index]],
-                reward_parts=dict(zip(shard.part_names, parts[index], strict=True)),
-            )
+    parts = head.reward_parts[list(rows)].tolist()
+    return [
+        Trajectory(
+            tokens=tokens[start : start + length],
+            loss_mask=mask[start : start + length],
+            rollout_logprobs=logprobs[start : start + length],
+            versions=versions[start : start + length],
+            reward=reward,
+            prompt_id=prompt_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            finish_reason=head.labels.finish_reasons[reason],
+            reward_parts=dict(zip(head.labels.part_names, values, strict=True)),
         )
-    return trajectories
-
-
-def describe_rows(shard: ShardArrays) -> tuple[ShardRow, ...]:
-    """What the controller needs to know of each row."""
-    mask = shard.arrays["loss_mask"].astype(bool)
-    versions = shard.arrays["versions"]
-    starts = shard.offsets[:-1]
-    # reduceat needs non-empty segments: an empty trajectory is refused by check().
-    oldest = np.minimum.reduceat(np.where(mask, versions, np.iinfo(np.int32).max), starts)
-    newest = np.maximum.reduceat(np.where(mask, versions, PROMPT_VERSION), starts)
-    num_loss_tokens = np.add.reduceat(mask, starts, dtype=np.int64)
-    oldest = np.where(num_loss_tokens > 0, oldest, PROMPT_VERSION)
-    reasons = [shard.finish_reasons[code] for code in shard.arrays["finish_reason"].tolist()]
-    columns = [
-        shard.arrays["group_id"],
-        shard.arrays["prompt_id"],
-        shard.arrays["sample_index"],
-        np.diff(shard.offsets),
-        num_loss_tokens,
-        oldest,
-        newest,
-        shard.arrays["reward"],
+        for start, values, length, reward, prompt_id, group_id, sample_index, reason in zip(
+            starts, parts, *columns, strict=True
+        )
     ]
-    listed = [column.tolist() for column in columns]
-    per_token = [shard.arrays[name] for name in ("tokens", "loss_mask", "rollout_logprobs", "versions")]
-    checksums = [
-        token_checksum(*(array[start:end] for array in per_token))
-        for start, end in zip(shard.offsets[:-1].tolist(), shard.offsets[1:].tolist(), strict=True)
-    ]
-    return tuple(
-        ShardRow(row, *values, finish_reason=reason, checksum=checksum)
-        for row, (values, reason, checksum) in enumerate(
-            zip(zip(*listed, strict=True), reasons, checksums, strict=True)
-        )
-    )
-
-
-def check(shard: ShardArrays) -> None:
-    """Cheap consistency of lengths and codes; ShardError says what does not fit."""
-    offsets = shard.offsets
-    if len(offsets) < 2 or offsets[0] != 0 or np.any(np.diff(offsets) <= 0):
-        raise ShardError("offsets do not rise from 0: every trajectory needs at least one token")
-    if shard.reward_parts.shape != (shard.num_rows, len(shard.part_names)):
-        raise ShardError(
-            f"reward_parts has the shape {shard.reward_parts.shape}, expected "
-            f"({shard.num_rows}, {len(shard.part_names)})"
-        )
-    codes = shard.arrays["finish_reason"]
-    if codes.size and int(codes.max()) >= len(shard.finish_reasons):
-        raise ShardError(f"finish_reason {int(codes.max())} is not among {list(shard.finish_reasons)}")
-
-
-def labels(shard: ShardArrays) -> str:
-    """The names that give the codes and columns their meaning, as stored (JSON)."""
-    return json.dumps({"finish_reasons": shard.finish_reasons, "reward_parts": shard.part_names})

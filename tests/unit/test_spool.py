@@ -91,6 +91,7 @@ def test_row_descriptions_agree_with_the_trajectories(written):
         assert row.min_version == trajectory.min_version
         assert (row.reward, row.finish_reason) == (trajectory.reward, trajectory.finish_reason)
     assert read_index(info.path, run_id=RUN) == info
+    assert [row.checksum for row in info.rows] == [trajectory.checksum for trajectory in trajectories]
 
 
 def test_trajectory_without_trained_tokens_has_no_version(tmp_path):
@@ -104,13 +105,18 @@ def test_trajectory_without_trained_tokens_has_no_version(tmp_path):
 
 
 def test_layout_is_the_documented_one(written):
-    _, info = written
+    trajectories, info = written
     with h5py.File(info.path) as file:
         assert {name: file[name].dtype.str for name in file} == {
             "tokens": "<i4", "rollout_logprobs": "<f4", "versions": "<i4", "loss_mask": "|u1",
-            "offsets": "<i8", "reward": "<f4", "prompt_id": "<i8", "group_id": "<i8",
-            "sample_index": "<i4", "finish_reason": "|u1", "reward_parts": "<f4",
+            "offsets": "<i8", "trajectories": file["trajectories"].dtype.str, "reward_parts": "<f4",
         }
+        assert file["trajectories"].dtype.names == (
+            "group_id", "prompt_id", "sample_index", "num_tokens", "num_loss_tokens", "min_version", "max_version",
+            "reward", "finish_reason", "checksum",
+        )
+        assert file["tokens"][()].tobytes() == b"".join(sample.tokens.tobytes() for sample in trajectories)
+        assert file["trajectories"]["reward"].tolist() == [sample.reward for sample in trajectories]
         assert all(file[name].chunks is None for name in file)
         assert file.attrs["schema_version"] == 1
         assert file.attrs["run_id"] == RUN.encode()
@@ -206,8 +212,10 @@ def test_flipped_bit_is_found_by_the_digest(written):
     damage(info.path, "bit")
     read_rows(info.path, run_id=RUN)
     for read in (lambda: read_rows(info.path, [0], verify=True), lambda: read_index(info.path)):
-        with pytest.raises(ShardError, match="digest"):
+        with pytest.raises(ShardError, match="row 0 do not have the checksum"):
             read()
+    assert len(read_rows(info.path, [1, 39], verify=True)) == 2  # the other rows are good
+    assert read_index(info.path, verify=False) == info
 
 
 def test_every_data_byte_is_under_the_digest(tmp_path):
