@@ -44,6 +44,7 @@ class _Terms:
     group_size: int
     eta: int
     num_prompts: int
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class _Auditor:
         self._consumed: dict[int, int] = {}
         self._refused: set[int] = set()
         self._too_old: dict[int, int] = {}
-        self._in_training: list[int] = []
+        self._in_training: dict[int, list[int]] = {}
         self._quarantined: set[str] = set()
         self._last_step = 0
         self._trained: dict[int, tuple[int, int, int, _Committed]] = {}
@@ -123,14 +124,18 @@ class _Auditor:
     def _take_run(self, record: dict[str, Any]) -> None:
         self.result.counts["attempts"] += 1
         self._terms = _Terms(
-            record["batch_size"], record["group_size"], record["max_staleness"], record["num_prompts"]
+            record["batch_size"],
+            record["group_size"],
+            record["max_staleness"],
+            record["num_prompts"],
+            record.get("overlap", False),
         )
         step = record["train_step"]
         self._live = self._last_step = step
         self._consumed = {group: at for group, at in self._consumed.items() if at <= step}
         self._trained = {group: entry for group, entry in self._trained.items() if entry[0] <= step}
         self._too_old = {group: at for group, at in self._too_old.items() if at < step}
-        self._in_training = []
+        self._in_training = {}
         # Groups without a result take their place again when they are granted again.
         self._starting = True
         self._places, self._places_of = {}, Counter()
@@ -223,21 +228,25 @@ class _Auditor:
             self._problem(f"step {step} trained {rows} samples, more than a batch of {terms.batch_size}")
         if len(epochs) > 1:
             self._problem(f"step {step} mixed the epochs {sorted(epochs)}")
-        self._in_training = list(record["groups"])
+        self._in_training[step] = list(record["groups"])
 
     def _take_unconsumed(self, record: dict[str, Any]) -> None:
         for group in [group for group, at in self._consumed.items() if at == record["train_step"]]:
             del self._consumed[group], self._trained[group]
-        self._last_step, self._in_training = record["train_step"] - 1, []
+        self._last_step = record["train_step"] - 1
+        self._in_training.pop(record["train_step"], None)
 
     def _take_live(self, record: dict[str, Any]) -> None:
-        if record["version"] != self._last_step or record["version"] != self._live + 1:
-            self._problem(
-                f"version {record['version']} was served after version {self._live} and step {self._last_step}"
-            )
-        self._live = record["version"]
-        self._free(self._in_training)
-        self._in_training = []
+        version, terms = record["version"], self._terms
+        assert terms is not None
+        # With weights.overlap one step may be under way while its predecessor's version goes out,
+        # and a version whose publication failed meanwhile may be left out.
+        ahead = int(terms.overlap)
+        if not (self._live < version <= self._live + 1 + ahead and 0 <= self._last_step - version <= ahead):
+            self._problem(f"version {version} was served after version {self._live} and step {self._last_step}")
+        self._live = version
+        for step in [step for step in self._in_training if step <= version]:
+            self._free(self._in_training.pop(step))
 
     # ---- conclusions -------------------------------------------------------------
 

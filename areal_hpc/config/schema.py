@@ -252,6 +252,9 @@ class WeightsConfig:
     timeout_s: float = 300.0
     """Deadline of each transfer call; names the rank that did not answer."""
     max_retries: int = 2
+    """Further attempts to publish a version before the run is ended."""
+    overlap: bool = False
+    """Train on while the transfer runs, from a copy of the weights as large as the model."""
 
 
 @dataclass

@@ -153,6 +153,7 @@ def open_ledger(
         batch_size=config.trainer.batch_size,
         group_size=config.rollout.group_size,
         max_staleness=staleness_bound(config),
+        overlap=config.weights.overlap,
         num_prompts=len(prompts.train),
         time=time.time(),
     )

@@ -2,7 +2,8 @@
 
 All trainer ranks get the same commands in the same order and the lead answers; at most
 one command of each kind is under way. A batch is sent once the version before it serves,
-so that a step never has to be taken back for a failed publication.
+with weights.overlap already while that version is being published; a step never has to be
+taken back for a failed publication, since the trainers keep a copy of what they publish.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from areal_hpc.mpi.world import World
 class Trainers:
     """`train_step` and `version` are the trainers', `live_version` is what the engines serve.
 
-    `batch`: groups being trained, or trained into a version that is not live yet.
+    `batch`: groups being trained. Groups trained into a version that is not live yet are
+    kept until it is: they still take their places.
     """
 
     def __init__(self, config: Config, world: World, train_step: int) -> None:
         self._config, self._world = config, world
         self.train_step = self.version = self.live_version = self.saved_step = train_step
         self.batch: list[ReadyGroup] = []
-        self.num_in_batch = 0
+        self._trained: list[tuple[int, list[ReadyGroup]]] = []
         self.step_sent = self.publishing = self.saving = False
         self.pending_publish: int | None = None
         self.checkpoint_due = False
@@ -48,12 +50,21 @@ class Trainers:
 
     @property
     def free(self) -> bool:
-        """The next batch may be sent: the step before is done, live and, if it was due, being saved."""
-        waiting = self.step_sent or self.publishing or self.pending_publish is not None
-        return not (waiting or self.batch or self.checkpoint_due)
+        """The next batch may be sent: the step before is done, if it was due being saved, and live.
+
+        With weights.overlap the newest version may still be on its way, the one before it may not.
+        """
+        waiting = self.step_sent or self.checkpoint_due or self.pending_publish is not None
+        return not waiting and len(self._trained) <= int(self._config.weights.overlap)
+
+    @property
+    def num_in_batch(self) -> int:
+        """Trajectories being trained, or trained and not live."""
+        groups = [*self.batch, *(group for _, trained in self._trained for group in trained)]
+        return sum(len(group.rows) for group in groups)
 
     def train(self, groups: list[ReadyGroup]) -> None:
-        self._set_batch(groups)
+        self.batch = groups
         self.step_sent = True
         manifest = make_manifest(
             groups, train_step=self.train_step + 1, version=self.version, dp=self._config.trainer.dp
@@ -64,6 +75,8 @@ class Trainers:
         self.step_sent, self._refusals = False, 0
         self.train_step = message.train_step
         self.version = self.pending_publish = message.version
+        self._trained.append((message.version, self.batch))
+        self.batch = []
         every = self._config.checkpoint.every
         if every and self.train_step % every == 0:
             self.checkpoint_due = True
@@ -77,8 +90,7 @@ class Trainers:
             raise RuntimeError(
                 f"the trainers could not read {self._refusals} batches in a row, the last one for {path}: {reason}"
             )
-        groups = self.batch
-        self._set_batch([])
+        groups, self.batch = self.batch, []
         return groups
 
     def publish(self) -> None:
@@ -91,9 +103,9 @@ class Trainers:
         """The groups that were trained into it: their places are free now."""
         self.publishing, self._publish_failures = False, 0
         self.live_version = message.version
-        groups = self.batch
-        self._set_batch([])
-        return groups
+        live = [groups for version, groups in self._trained if version <= message.version]
+        self._trained = self._trained[len(live) :]
+        return [group for groups in live for group in groups]
 
     def publish_failed(self, message: PublishFailed) -> None:
         """Try again. Raises RuntimeError after weights.max_retries."""
@@ -104,7 +116,8 @@ class Trainers:
                 f"version {message.version} could not be published in {self._publish_failures} attempts: "
                 f"{message.reason}"
             )
-        self.pending_publish = message.version
+        # A step that was done meanwhile goes out instead.
+        self.pending_publish = max(message.version, self.version)
 
     def save(self, *, export_hf: bool) -> bool:
         """Order a checkpoint if it is due and the step is published; whether that was so."""
@@ -122,10 +135,6 @@ class Trainers:
     def give_up_publishing(self) -> None:
         """At a stop: nobody needs the newest version any more."""
         self.pending_publish = None
-
-    def _set_batch(self, groups: list[ReadyGroup]) -> None:
-        self.batch = groups
-        self.num_in_batch = sum(len(group.rows) for group in groups)
 
     def _send(self, message: Message) -> None:
         for rank in self._world.trainer_ranks:

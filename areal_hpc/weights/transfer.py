@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True)
 class Publication:
-    """How a publication in the background ended: `error` is "" and `timings` are there, or not."""
+    """How a publication ended: `error` is "" (and `timings` are seconds per phase), or says why not."""
 
     version: int
     timings: dict[str, float]
@@ -117,6 +117,18 @@ class TrainerWeights:
             return {}
         return self._publish(version)
 
+    def attempt(self, version: int) -> Publication:
+        """As `publish`, with a failure as a value."""
+        try:
+            return Publication(version, self.publish(version))
+        except PublishError as error:
+            return Publication(version, {}, str(error))
+
+    @property
+    def in_progress(self) -> bool:
+        """A publication that was begun has not been reported by `finished`."""
+        return self._background is not None
+
     def begin(self, version: int) -> None:
         """Start to publish the current weights as `version`, and return once they are copied.
 
@@ -170,7 +182,12 @@ class TrainerWeights:
         return timings
 
     def close(self) -> None:
-        """Let go of the transfer group; `connect` or the next publication builds a new one."""
+        """Let go of the transfer group, after a publication that is still running."""
+        if self._background is not None:
+            wait([self._background], timeout=self._config.weights.timeout_s)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
@@ -180,14 +197,14 @@ class TrainerWeights:
         assert self._client is not None
         if not self._client.offer(version) or self._engine is None:
             logger.info("connecting the engines to the trainer again")
-            self.close()
+            self._disconnect()
             self._open()
 
     def _withdraw(self, version: int, error: Exception) -> None:
         assert self._client is not None and self._source is not None
         logger.warning("publication of version %d failed: %s", version, error)
         # The group may hold a half-sent bucket: the next publication needs a new one.
-        self.close()
+        self._disconnect()
         # The other trainer ranks may still be in this pass.
         self._source.drain()
         try:

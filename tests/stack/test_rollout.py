@@ -39,7 +39,7 @@ from areal_hpc.rollout.supervisor import EngineFailures
 from areal_hpc.rollout.tokens import load_tokenizer
 from areal_hpc.spool.shard import read_rows
 from areal_hpc.types import Prompt, SamplingSpec, Trajectory
-from areal_hpc.weights.transfer import PublishError, TrainerWeights
+from areal_hpc.weights.transfer import Publication, PublishError, TrainerWeights
 
 TOLERANCE = 1e-3
 LONG_PROMPT = "A prompt that fills more than one block of the cache. " * 8
@@ -192,6 +192,40 @@ def test_an_export_that_breaks_publishes_nothing(stack):
     # ... and the retry, over a new connection, is a full one.
     stack.publish(version)
     assert stack.check(answer(stack, ["3+4="], long_spec(), group_size=4)) == {version}
+
+
+def test_training_may_go_on_while_a_copy_is_published(stack):
+    """weights.overlap: what is served is the policy of the moment, not what training made of it since."""
+    version = stack.step()
+    client = stack.trainer._client
+    offer = client.offer
+
+    def fail_once(version: int) -> bool:
+        client.offer = offer
+        raise RuntimeError("the first attempt fails")
+
+    client.offer = fail_once
+    stack.trainer.begin(version)
+    stack.models[version] = copy.deepcopy(stack.policy)
+    shake(stack.policy, 7, 0.02)
+    publication = _finish(stack)
+    assert "the first attempt fails" in publication.error and publication.version == version
+    # The retry sends the same copy.
+    stack.trainer.begin(version)
+    assert not _finish(stack).error
+    assert stack.check(answer(stack, ["3+9="], long_spec(), group_size=4)) == {version}
+    stack.publish(version + 1)
+
+
+def _finish(stack: Stack) -> Publication:
+    found: list[Publication] = []
+
+    def look() -> bool:
+        found.extend(filter(None, [stack.trainer.finished()]))
+        return bool(found)
+
+    stack.director.wait_until(look, "the publication")
+    return found[0]
 
 
 def test_chunks_may_cut_tensors_anywhere(stack):
