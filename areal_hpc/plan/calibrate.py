@@ -26,17 +26,20 @@ import numpy as np
 
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
-from areal_hpc.config.schema import Config, OnUpdate
+from areal_hpc.config.schema import Config, KvOnUpdate, OnUpdate
 from areal_hpc.paths import RunPaths
 from areal_hpc.plan.lengths import Empirical
 from areal_hpc.plan.memory import engine_slots, memory_limit, rollout_memory
 from areal_hpc.plan.rates import estimate_rates
 from areal_hpc.plan.shape import ModelShape, find_shape
-from areal_hpc.plan.splits import Workload, simulate, system_of
+from areal_hpc.plan.simulate import Simulation
+from areal_hpc.plan.splits import MAX_TRAJECTORIES, Workload, simulate, system_of
 from areal_hpc.plan.system import Rates, Result
 
 MAX_SHARDS = 64
 """Shards read for lengths, spread evenly over the run."""
+MAX_ENGINES = 8
+"""Rollout ranks whose telemetry is read: engines are alike, and files may be large."""
 MAX_GAP_S = 5.0
 """Gauges further apart than this say nothing about the time between."""
 MIN_SPREAD = 1.5
@@ -56,6 +59,8 @@ class Calibration:
     lengths: Empirical
     prompt_tokens: int
     trainer_ranks: int
+    num_steps: int
+    """Training steps that the run finished."""
     tokens_per_s: float
     """Answer tokens trained per second of wall time, as measured."""
     notes: tuple[str, ...] = ()
@@ -68,13 +73,17 @@ class Calibration:
         )
 
     def predict(self, config: Config | None = None) -> Result:
-        """The simulation of `config`, or of the measured run itself."""
-        config = config or self.config
+        """The simulation of `config`; without one, of the measured run itself over the steps that count."""
+        own, config = config is None, config or self.config
         memory = rollout_memory(config, self.shape, memory_limit(config, None)[1])
         slots = engine_slots(config, memory, self.lengths, self.prompt_tokens)
         workload = Workload(self.lengths, self.prompt_tokens, slots, config.run.seed)
         rates = self.rates_of(config.groups.trainer.ranks)
-        return simulate(config, system_of(config, workload, rates, config.groups.rollout.ranks), workload)
+        system = system_of(config, workload, rates, config.groups.rollout.ranks)
+        if not own:
+            return simulate(config, system, workload)
+        steps = min(self.num_steps, max(WARMUP_STEPS + 3, MAX_TRAJECTORIES // system.batch_size))
+        return Simulation(system, self.lengths, workload.seed).run(steps, WARMUP_STEPS)
 
 
 def calibrate(folder: Path, shape: ModelShape | None = None) -> Calibration:
@@ -96,12 +105,16 @@ def calibrate(folder: Path, shape: ModelShape | None = None) -> Calibration:
     train_tokens_s, train_step_s = fit_training([(step["num_tokens"], step["d"]) for step in steps[1:]])
     rates = replace(rates, train_tokens_s=train_tokens_s, train_step_s=train_step_s)
 
-    rollouts = [list(_events(paths, file.name)) for file in sorted(paths.telemetry.glob("rollout-*.jsonl"))]
+    files = _spread(sorted(paths.telemetry.glob("rollout-*.jsonl")), MAX_ENGINES)
+    rollouts = [list(_events(paths, file.name)) for file in files]
     if not rollouts:
         raise ConfigError(f"--from={folder} has no telemetry of a rollout rank (telemetry/rollout-*.jsonl)")
     # Everything is taken from the time that `measured_speed` speaks of.
     trainer, *rollouts = (_within(events, steps) for events in (trainer, *rollouts))
-    intervals = [interval for events in rollouts for interval in _intervals(events)]
+    again = config.rollout.kv_on_update is KvOnUpdate.recompute
+    context = prompt_tokens + lengths.mean_square / lengths.mean / 2
+    prefill_s = context / rates.prefill_tokens_s if again else 0.0
+    intervals = [interval for events in rollouts for interval in _intervals(events, prefill_s)]
     guess = (rates.decode_base_s, rates.decode_seq_s)
     base, per_sequence, apart = fit_decode(intervals, guess, str(folder))
     if not apart:
@@ -121,6 +134,7 @@ def calibrate(folder: Path, shape: ModelShape | None = None) -> Calibration:
         lengths=lengths,
         prompt_tokens=prompt_tokens,
         trainer_ranks=config.groups.trainer.ranks,
+        num_steps=len(steps) + WARMUP_STEPS - 1,
         tokens_per_s=measured_speed(steps) * lengths.mean / (lengths.mean + prompt_tokens),
         notes=tuple(notes),
     )
@@ -228,35 +242,44 @@ def _within(events: Iterable[dict[str, Any]], steps: list[dict[str, Any]]) -> li
     return [event for event in events if first <= event["t"] <= last]
 
 
-def _intervals(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, float, float]]:
-    """(seconds, tokens, running sequences) between two gauges of one engine, updates left out.
+def _intervals(
+    events: Iterable[dict[str, Any]], prefill_s: float = 0.0
+) -> Iterator[tuple[float, float, float]]:
+    """(seconds, tokens, running sequences) between two gauges of one engine.
 
-    A slow engine may finish no step between two gauges: such an interval joins the next.
+    The standstill of an update does not count, nor does the prefill of its interrupted
+    sequences, `prefill_s` each: the simulation adds both. A slow engine may finish no step
+    between two gauges: such an interval joins the next.
     """
-    events = list(events)
-    updates = [
-        (event["t"] - event.get("stage_s", 0.0), event["t"] + event["d"])
-        for event in events
-        if event.get("s") == "rollout.update"
-    ]
     readings: list[tuple[float, float, float]] = []
-    tokens = None
+    edges, stood = [0.0], [0.0]
+    tokens, running = None, 0.0
     for event in events:
-        if event.get("c") == "rollout.generated_tokens":
+        if event.get("s") == "rollout.update":
+            begin, end = event["t"] - event.get("stage_s", 0.0), event["t"] + event["d"]
+            begin, end = max(begin, edges[-1]), max(end, edges[-1]) + prefill_s * running
+            edges += [begin, end]
+            stood += [stood[-1], stood[-1] + end - begin]
+        elif event.get("c") == "rollout.generated_tokens":
             tokens = event["v"]
         elif event.get("c") == "rollout.running" and tokens is not None:
-            readings.append((event["t"], tokens, event["v"]))
+            running = event["v"]
+            readings.append((event["t"], tokens, running))
             tokens = None
+    # Seconds of standstill until each reading.
+    still_s = np.interp([time for time, _, _ in readings], edges, stood) if readings else []
     seconds = running_s = 0.0
-    for (begin, before, running), (end, after, still) in itertools.pairwise(readings):
-        interrupted = any(start < end and stop > begin for start, stop in updates)
-        if interrupted or not running or not still or end - begin > MAX_GAP_S:
+    for (begin, end), (stood_before, stood_after) in zip(
+        itertools.pairwise(readings), itertools.pairwise(still_s), strict=True
+    ):
+        if not begin[2] or not end[2] or end[0] - begin[0] > MAX_GAP_S:
             seconds = running_s = 0.0
             continue
-        seconds += end - begin
-        running_s += (end - begin) * (running + still) / 2
-        if after > before:
-            yield seconds, after - before, running_s / seconds
+        length = end[0] - begin[0] - (stood_after - stood_before)
+        seconds += length
+        running_s += length * (begin[2] + end[2]) / 2
+        if end[1] > begin[1] and seconds > 0:
+            yield seconds, end[1] - begin[1], running_s / seconds
             seconds = running_s = 0.0
 
 
@@ -299,8 +322,7 @@ def _lengths(paths: RunPaths) -> tuple[Empirical, int]:
     from areal_hpc.spool.schema import ShardError
     from areal_hpc.spool.shard import read_index
 
-    shards = sorted(paths.spool.glob("*/*.h5"))
-    chosen = shards[:: max(1, -(-len(shards) // MAX_SHARDS))]
+    chosen = _spread(sorted(paths.spool.glob("*/*.h5")), MAX_SHARDS)
     groups: list[list[int]] = []
     prompts: list[int] = []
     for path in chosen:
@@ -316,3 +338,8 @@ def _lengths(paths: RunPaths) -> tuple[Empirical, int]:
     if not groups:
         raise ConfigError(f"--from={paths.root} has no readable shard in spool/: lengths cannot be measured")
     return Empirical(groups), max(1, round(sum(prompts) / len(prompts)))
+
+
+def _spread(files: list[Path], count: int) -> list[Path]:
+    """At most `count` of them, evenly."""
+    return files[:: max(1, -(-len(files) // count))]

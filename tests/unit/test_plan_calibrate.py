@@ -74,14 +74,15 @@ def made_run(root: Path, *, steps: int = 12, skip: tuple[str, ...] = ()) -> Path
                 clock += 1.0
                 tokens += running / (BASE + PER_SEQUENCE * running)
             clock += 100.0
-        # An update, and what is read across it, must not count.
-        lines.append({"t": clock, "c": "rollout.generated_tokens", "v": tokens})
-        lines.append({"t": clock, "c": "rollout.running", "v": 50})
-        lines.append({"t": clock + 0.15, "d": 0.15, "s": "rollout.update", "version": 1, "pause_s": 0.05,
-                      "load_s": 0.1, "stage_s": 0.05,
-                      "pause_to_resume_s": 0.15})  # fmt: skip
-        lines.append({"t": clock + 1, "c": "rollout.generated_tokens", "v": tokens + 1})
-        lines.append({"t": clock + 1, "c": "rollout.running", "v": 50})
+        # Across an update only the time in which the engine decodes counts: a second less 0.2.
+        # (The rest of that time goes to the prefill of 50 sequences, some tenth of a millisecond.)
+        for reading in (0.0, 1.0):
+            lines.append({"t": clock + reading, "c": "rollout.generated_tokens", "v": tokens})
+            lines.append({"t": clock + reading, "c": "rollout.running", "v": 50})
+            tokens += 0.8 * 50 / (BASE + PER_SEQUENCE * 50)
+            if not reading:
+                lines.append({"t": clock + 0.15, "d": 0.15, "s": "rollout.update", "version": 1,
+                              "pause_s": 0.05, "load_s": 0.1, "stage_s": 0.05, "pause_to_resume_s": 0.15})  # fmt: skip
         lines.append({"t": clock + 1, "c": "rollout.reward_s", "v": 6.0, "checks": 300})
         text = "\n".join(map(json.dumps, lines)) + '\n{"t": 12, "c": "rollout.run'
         (run / "telemetry" / "rollout-00000.jsonl").write_text(text)
@@ -152,6 +153,18 @@ def test_an_interval_without_a_token_joins_the_next(tmp_path):
         lines.append({"t": clock, "c": "rollout.generated_tokens", "v": tokens})
         lines.append({"t": clock, "c": "rollout.running", "v": 10 + clock})
     assert list(_intervals(lines)) == [(2.0, 60, 11.0), (3.0, 140, 13.5)]
+
+
+def test_standstill_and_prefill_of_an_update_do_not_count():
+    lines = [
+        {"t": 10.0, "c": "rollout.generated_tokens", "v": 0},
+        {"t": 10.0, "c": "rollout.running", "v": 20},
+        {"t": 10.4, "d": 0.2, "s": "rollout.update", "stage_s": 0.1},
+        {"t": 11.0, "c": "rollout.generated_tokens", "v": 100},
+        {"t": 11.0, "c": "rollout.running", "v": 20},
+    ]
+    ((seconds, tokens, running),) = _intervals(lines, prefill_s=0.01)
+    assert (seconds, tokens, running) == (pytest.approx(1 - 0.1 - 0.2 - 20 * 0.01), 100, pytest.approx(20))
 
 
 def test_a_fixed_cost_is_only_told_from_steps_of_several_sizes():
