@@ -82,7 +82,8 @@ def made_run(root: Path, *, steps: int = 12, skip: tuple[str, ...] = ()) -> Path
             tokens += 0.8 * 50 / (BASE + PER_SEQUENCE * 50)
             if not reading:
                 lines.append({"t": clock + 0.15, "d": 0.15, "s": "rollout.update", "version": 1,
-                              "pause_s": 0.05, "load_s": 0.1, "stage_s": 0.05, "pause_to_resume_s": 0.15})  # fmt: skip
+                              "pause_s": 0.05, "load_s": 0.1, "stage_s": 0.05,
+                              "pause_to_resume_s": 0.15})  # fmt: skip
         lines.append({"t": clock + 1, "c": "rollout.reward_s", "v": 6.0, "checks": 300})
         text = "\n".join(map(json.dumps, lines)) + '\n{"t": 12, "c": "rollout.run'
         (run / "telemetry" / "rollout-00000.jsonl").write_text(text)
