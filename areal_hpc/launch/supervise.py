@@ -106,6 +106,8 @@ class Supervisor:
             except NoNodesError as error:
                 return self._put_back(str(error))
             end = self._run_step(nodes)
+            self._next_end_time = 0.0
+            self._refresh_end_time()
             tally = tally.after(end)
             decision = decide(
                 end, tally, max_restarts=self.config.launch.max_step_restarts, seconds_left=self._seconds_to_stop()

@@ -31,9 +31,10 @@ CLOSE_DEADLINE_S = 2.0
 TICK_S = 0.1
 DRAIN_S = 0.02
 MAX_FAILED_STARTS = 3
-INFLIGHT_S = 0.05
-"""Work sent ahead to a worker: enough that it never waits, little enough that no check is stuck there."""
-MAX_INFLIGHT = 64
+INFLIGHT_S = 0.2
+"""Work sent ahead to a worker: enough that it does not wait while the event loop is busy elsewhere, little
+enough that workers end together and few checks are stuck behind a hung one."""
+MIN_INFLIGHT, MAX_INFLIGHT = 2, 256
 STRIPPED_PREFIXES = ("PMI_", "PMIX_", "MPI_", "MPICH_", "HYD", "OMPI_")
 
 
@@ -170,8 +171,9 @@ class Pool:
             share = max(1, len(self.queue) // (2 * len(ready)))
             tasks: list[Task] = []
             while self.queue and len(tasks) < room:
-                # A group stays together where it can: its gold answer is parsed once.
-                together = tasks and tasks[-1].check.prompt is self.queue[0].check.prompt
+                # A group stays together while there is plenty: its gold answer is parsed once.
+                plenty = len(self.queue) > 2 * room * len(ready)
+                together = plenty and tasks and tasks[-1].check.prompt is self.queue[0].check.prompt
                 if len(tasks) >= share and not together:
                     break
                 task = self.queue.popleft()
@@ -186,12 +188,12 @@ class Pool:
             worker.send(Batch(tuple(task.check for task in tasks)))
 
     def _room(self, worker: _Worker) -> int:
-        """How many checks `worker` may be sent now: one if idle, more while checks are short."""
+        """How many checks `worker` may be sent now, by how long such checks take."""
         mean_s = self._mean_s[self.queue[0].check.reward]
-        most = min(MAX_INFLIGHT, max(1, int(INFLIGHT_S / max(mean_s, 1e-6))))
+        most = min(MAX_INFLIGHT, max(MIN_INFLIGHT, int(INFLIGHT_S / max(mean_s, 1e-6))))
         # Refill by batches, not one by one, while the worker still has work.
         room = most - len(worker.inflight)
-        return room if not worker.inflight or room > most // 2 else 0
+        return room if room >= most // 2 else 0
 
     # ---- events of workers ---------------------------------------------------------
 

@@ -58,8 +58,10 @@ class ExportSource(WeightSource):
         if missing is not None:
             raise ValueError(f"weight export ended before {missing}, which its metadata declares")
 
-    def begin_publication(self) -> None:
+    def begin_publication(self, *, from_snapshot: bool = False) -> None:
         self._pass = None
+        if not from_snapshot:
+            self._snapshot = None
 
     def drain(self) -> None:
         """Run this publication's pass to its end without using it."""

@@ -112,6 +112,7 @@ class TrainerWeights:
         """
         assert self._source is not None and self._background is None, "connect first, one at a time"
         self._source.begin_publication()
+        self._snapshot_version = None
         if not self._world.is_trainer_lead:
             self._engine.send_weights()
             return {}
@@ -142,7 +143,7 @@ class TrainerWeights:
                 self._source.take_snapshot(keep=self._world.is_trainer_lead)
             self._snapshot_version = version
         if self._world.is_trainer_lead:
-            self._source.begin_publication()
+            self._source.begin_publication(from_snapshot=True)
             self._background_version = version
             self._background = in_thread(self._publish, version)
 

@@ -210,9 +210,20 @@ class FakeWorld:
             _, source, message = self._later.popleft()
             if isinstance(message, StepDone):
                 self.train_step = self.version = message.train_step
+            if isinstance(message, EvalRequest):
+                message = self._evaluate(source, message)
             self._tell(source, message)
         for rank in self.rollout_ranks:
             self._generate(rank)
+
+    def _evaluate(self, rank: int, request: EvalRequest) -> EvalResult:
+        """Answered by the weights that serve now, not by those that served when it was asked for."""
+        samples = tuple(
+            EvalSample(prompt.prompt_id, k, float(self.random.randint(0, 1)), 5, "stop", self.served)
+            for prompt in request.prompts
+            for k in range(request.num_samples)
+        )
+        return EvalResult(request.eval_id, rank - self.rollout_ranks[0], samples)
 
     def _answer_later(self, source: int, message: Message) -> None:
         last = self._later[-1][0] if self._later else 0
@@ -290,12 +301,7 @@ class FakeWorld:
             case EvalRequest():
                 self.evaluations.append((message.version, len(message.prompts)))
                 assert message.version == self.served, "evaluated at a version that does not serve"
-                samples = tuple(
-                    EvalSample(prompt.prompt_id, k, float(self.random.randint(0, 1)), 5, "stop", self.served)
-                    for prompt in message.prompts
-                    for k in range(message.num_samples)
-                )
-                self._answer_later(rank, EvalResult(message.eval_id, rank - self.rollout_ranks[0], samples))
+                self._answer_later(rank, message)
             case Drain():
                 unfinished = tuple(entry.lease.lease_id for entry in self._working[rank])
                 self._working[rank].clear()

@@ -231,6 +231,15 @@ def test_batches_do_not_mix_epochs_and_only_a_complete_epoch_gives_a_short_one()
     assert {group.epoch for group in taken} == {1}
 
 
+def test_of_two_epochs_the_one_with_the_oldest_group_comes_first():
+    batcher = Batcher()
+    for group, epoch, version in ((0, 0, 3), (1, 0, 3), (10, 1, 2), (11, 1, 9), (20, 2, 2), (21, 2, 2)):
+        batcher.add(make_group(group, epoch=epoch, version=version))
+    assert choose(batcher, version=3) == Choice(1)
+    batcher.take(1, 4)
+    assert choose(batcher, version=3) == Choice(2)
+
+
 def test_groups_too_old_are_taken_out():
     batcher = Batcher()
     for group, version in ((0, 3), (1, 1), (2, 2)):

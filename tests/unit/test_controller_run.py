@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 
+import msgspec
 import pytest
 
 import controller_world
@@ -235,6 +236,42 @@ def test_prompts_without_a_usable_answer_are_left_out_and_counted(go, printed):
     assert any("left out: gold cannot be parsed" in line for line in printed)
 
 
+def test_places_of_dropped_prompts_are_given_back(go):
+    """With eta 0 there are 4 places for groups; 16 dropped prompts would have filled them."""
+    world = go(Faults(unscorable=0.5), seed=4, run__mode="sync", num_prompts=40, run__total_steps=4)
+    assert sum(len(r["groups"]) for r in read_ledger(world.paths.ledger) if r["k"] == "dropped") >= 8
+    assert world.train_step == 4
+
+
+def test_a_smaller_bound_at_a_resume_discards_what_is_too_old(go):
+    first = go(Faults(stop_at=50), algorithm__max_staleness=4, run__total_steps=20)
+    world = go(seed=1, algorithm__max_staleness=0, run__total_steps=20)
+    gone = [g for r in read_ledger(world.paths.ledger) if r["k"] == "discarded" for g in r["groups"]]
+    assert gone and not set(gone) & {group for group, _ in samples(world)}
+    for step in world.history[first.train_step :]:
+        assert all(low == step.version for low in step.min_versions)
+
+
+def test_a_shard_whose_announcement_was_lost_is_found_at_the_next_start(go, monkeypatch):
+    unheard: list[int] = []
+
+    def crash(world, rank):
+        if world.train_step < 2:
+            return real(world, rank)
+        done = world._finished[rank]
+        world._writers[rank].commit([sample for _, group in done for sample in group])
+        unheard.extend(lease.group_id for lease, _ in done)
+        raise Crash
+
+    real = FakeWorld._commit
+    monkeypatch.setattr(FakeWorld, "_commit", crash)
+    go(crash=True, checkpoint__every=1)
+    monkeypatch.setattr(FakeWorld, "_commit", real)
+    world = go(seed=1, checkpoint__every=1)
+    assert unheard and not set(unheard) & {lease.group_id for lease in world.granted}
+    assert set(unheard) <= {group for group, _ in samples(world)}
+
+
 def test_a_run_whose_prompts_are_all_dropped_says_so(go):
     with pytest.raises(RuntimeError, match="the last 12 prompts were all dropped.*gold cannot be parsed"):
         go(Faults(unscorable=1.0))
@@ -284,22 +321,20 @@ def test_rollouts_that_do_not_drain_are_named(tmp_path, printed, monkeypatch):
 def test_an_evaluation_of_two_versions_is_an_error(tmp_path, printed):
     config = make_config(tmp_path)
     world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)
-    real = world._order
+    real = world._evaluate
 
-    def stale(rank, message):
-        real(rank, message)
-        if type(message).__name__ == "EvalRequest":
-            turn, source, result = world._later.pop()
-            samples = tuple(controller_world.EvalSample(s.prompt_id, 0, 1.0, 5, "stop", 7) for s in result.samples)
-            world._later.append((turn, source, controller_world.EvalResult(result.eval_id, result.role_rank, samples)))
+    def stale(rank, request):
+        result = real(rank, request)
+        samples = tuple(msgspec.structs.replace(sample, version=7) for sample in result.samples)
+        return msgspec.structs.replace(result, samples=samples)
 
-    world._order = stale
+    world._evaluate = stale
     with pytest.raises(ValueError, match=r"evaluation at version 0 got samples of version \[7\]"):
         world.run()
 
 
-def test_nothing_is_published_while_an_evaluation_runs(go, monkeypatch):
-    """The fake asserts that every evaluation is answered at the version that it is for."""
+def test_nothing_is_published_while_an_evaluation_runs(go):
+    """The fake answers by the weights that serve then; the controller refuses a mixture."""
     world = go(eval__every=1, eval__batch_prompts=1, run__total_steps=8)
     assert Counter(version for version, _ in world.evaluations) == dict.fromkeys(range(9), 5)
     order = [type(command).__name__ for command in world.commands if isinstance(command, (Publish, TrainBatch))]

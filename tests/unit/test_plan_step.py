@@ -10,7 +10,13 @@ LENGTHS = st.lists(st.integers(2, 300), min_size=1, max_size=40)
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 4), st.sampled_from(["balanced", "ffd", "padded"]), st.integers(0, 5))
+@given(
+    LENGTHS,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["balanced", "ffd", "padded"]),
+    st.integers(0, 5),
+)
 def test_every_row_once_and_equally_many_micro_batches(lengths, dp, minibatches, packing, seed):
     trainer = TrainerConfig(dp=dp, micro_batch_tokens=256, packing=packing)
     plans = [plan_step(trainer, lengths, minibatches, seed, rank) for rank in range(dp)]
