@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         paths.create()
         label = f"{world.role}[{world.role_rank}]"
         setup_logging(paths.log(world.role, world.role_rank), label=label, verbose=config.run.verbose)
+        # Into the rank's log: a crash in a library's C code says where.
+        faulthandler.enable()
         _prepare_process(world)
         telemetry = Telemetry(paths.spans(world.role, world.role_rank))
         logging.getLogger(__name__).info(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,10 +42,28 @@ def run_local(config_path: str, overrides: list[str]) -> int:
         + (f" ({found.prompts.num_removed} left out of training: held out)" if found.prompts.num_removed else "")
     )
     print(("resuming" if resumed else "starting") + f" run {config.run.name!r} in {paths.root}", flush=True)
+    return finish_run(config, paths)
+
+
+def finish_run(config: Config, paths: RunPaths) -> int:
+    """Run all ranks to the end and print what came of it; returns the exit code."""
+    began = time.time()
     code = start_ranks(config, paths)
+    if code == 1 and _finished_since(paths, began):
+        print("warning: a rank did not end in order, after the run had finished and saved: nothing is lost")
+        code = 0
     if code == 0:
         print_result(paths)
     return code
+
+
+def _finished_since(paths: RunPaths, began: float) -> bool:
+    """Whether the controller's last word, spoken after `began`, is that the run is finished."""
+    try:
+        written = paths.status.stat().st_mtime
+        return written >= began and json.loads(paths.status.read_text(encoding="utf-8"))["state"] == "finished"
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def start_ranks(config: Config, paths: RunPaths) -> int:
@@ -155,7 +174,7 @@ def _show(stream: IO[str], paths: RunPaths) -> None:
     """Lines as they come; on a terminal also one live line made from the status file."""
     if not sys.stdout.isatty():
         for line in stream:
-            print(line, end="", flush=True)
+            print(_with_rank(line, paths), end="", flush=True)
         return
     from rich.console import Console
     from rich.live import Live
@@ -171,8 +190,20 @@ def _show(stream: IO[str], paths: RunPaths) -> None:
 
         threading.Thread(target=refresh, daemon=True).start()
         for line in stream:
-            live.console.print(Text(line.rstrip("\n")))
+            live.console.print(Text(_with_rank(line, paths).rstrip("\n")))
         finished.set()
+
+
+def _with_rank(line: str, paths: RunPaths) -> str:
+    """mpiexec names a lost process by its id alone: add the rank and its log."""
+    lost = re.search(r"PID (\d+) RUNNING AT", line)
+    if lost is None:
+        return line
+    for log in sorted(paths.logs.glob("*.log")):
+        if re.search(rf"\bpid {lost[1]}$", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+            role, _, rank = log.stem.rpartition("-")
+            return f"{line.rstrip()}: {role} {int(rank)} (log: {log})\n"
+    return line
 
 
 def live_line(paths: RunPaths) -> str:

@@ -51,6 +51,12 @@ def launch(folder: Path, model: Path, *overrides: str, timeout: float = 400.0) -
     )  # fmt: skip
 
 
+def explain(result: subprocess.CompletedProcess[str], folder: Path) -> str:
+    """What a failed run said, on the terminal and last in each log."""
+    tails = [f"== {log.name}\n" + log.read_text(errors="replace")[-1500:] for log in sorted(folder.glob("logs/*.log"))]
+    return "\n".join([result.stdout, result.stderr, *tails])
+
+
 def records(paths: RunPaths, kind: str) -> list[dict]:
     return [record for line in paths.metrics.read_text().splitlines()
             if (record := json.loads(line))["kind"] == kind]  # fmt: skip
@@ -61,7 +67,7 @@ def run(tmp_path_factory, model) -> tuple[RunPaths, str]:
     folder = tmp_path_factory.mktemp("run") / "run"
     result = launch(folder, model, f"run.total_steps={STEPS}", "data.heldout.size=16", "data.train.size=400",
                     "checkpoint.every=3")  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, explain(result, folder)
     return RunPaths(folder), result.stdout
 
 
@@ -153,7 +159,7 @@ def test_gsm8k_questions_and_the_end_of_data(tmp_path, model, test_data):
         "data.heldout.size=4", "data.epochs=1", "run.total_steps=9", "model.max_context=1024", "trainer.batch_size=128",
         "rollout.max_new_tokens=24", "rewards.fn=math", "rollout.kv_cache_gib=1",
     )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, explain(result, tmp_path / "run")
     paths = RunPaths(tmp_path / "run")
     assert [record["num_trajectories"] for record in records(paths, "step")] == [128, 112]
     prompts = [
