@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
 from areal_hpc.durable import write_durably
+from areal_hpc.heartbeat import introduce, start_heartbeat
+from areal_hpc.mpi.clock import compare_clocks
 from areal_hpc.paths import RunPaths
 from areal_hpc.stop import FLAG, ignore_signals, install_handlers
 from areal_hpc.telemetry import Telemetry, setup_logging
@@ -61,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
             "%s is world rank %d of %d on %s, pid %d",
             label, world.world_rank, len(world.hosts), world.host, os.getpid(),
         )
+        attempt = _attempt(world, paths)
+        introduce(telemetry, world, attempt, compare_clocks())
         telemetry.value("start.visible_s", visible_s)
+        start_heartbeat(telemetry)
         _role(world.role)(config, world, paths, telemetry)
         telemetry.close()
         world.channel.flush(deadline_s=60.0)
@@ -97,6 +102,18 @@ def _check_shared(world: World, paths: RunPaths) -> float:
     if world.role == "controller" and seconds > SLOW_VISIBILITY_S:
         echo(f"warning: files in {paths.root} take {seconds:.1f} s to be seen on other nodes")
     return seconds
+
+
+def _attempt(world: World, paths: RunPaths) -> int:
+    """Which attempt at the run this is: one more than the journal knows."""
+    from areal_hpc.mpi.world import gather
+
+    known = b""
+    if world.role == "controller":
+        from areal_hpc.controller.ledger import num_attempts
+
+        known = str(num_attempts(paths.ledger)).encode()
+    return int(gather(known, "the number of the attempt")[0]) + 1
 
 
 def _role(name: str) -> Role:

@@ -35,6 +35,9 @@ from areal_hpc.durable import disk_full, write_all
 
 log = logging.getLogger(__name__)
 
+CHECKSUM_BYTES = 8
+"""Hexadecimal digits at the start of a line."""
+
 
 class LedgerError(RuntimeError):
     """The journal is damaged before its end."""
@@ -96,11 +99,21 @@ def read_ledger(path: Path, *, repair: bool = False) -> Iterator[dict]:
             good += len(line)
 
 
+def num_attempts(path: Path) -> int:
+    """How often the run was begun, from its journal; the torn record of a kill does not count."""
+    if not path.exists():
+        return 0
+    begun = b'{"k":"run",'
+    with open(path, "rb") as file:
+        # Without a look into the other records: there may be millions of them.
+        return sum(line.startswith(begun, CHECKSUM_BYTES + 1) and parse_line(line) is not None for line in file)
+
+
 def parse_line(line: bytes) -> dict | None:
     """The record of a whole line, else None."""
     checksum, _, body = line.removesuffix(b"\n").partition(b" ")
     try:
-        if not line.endswith(b"\n") or len(checksum) != 8 or int(checksum, 16) != zlib.crc32(body):
+        if not line.endswith(b"\n") or len(checksum) != CHECKSUM_BYTES or int(checksum, 16) != zlib.crc32(body):
             return None
         return json.loads(body)
     except ValueError:

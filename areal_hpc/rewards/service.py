@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class RewardService:
         self._telemetry = telemetry
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
+        self.num_scoring = 0
+        """Groups of answers that wait for their scores."""
         setup = Setup(
             rewards=tuple(RewardCall(s.name, target_of(s.name), s.options) for s in self._specs),
             limits=Limits(
@@ -137,6 +140,7 @@ class RewardService:
         """
         if truncated is not None and len(truncated) != len(responses):
             raise ValueError(f"{len(truncated)} truncation flags for {len(responses)} responses")
+        began, clock = time.time(), time.perf_counter()
         texts = [_encodable(response) for response in responses]
         complete = [
             index
@@ -152,9 +156,13 @@ class RewardService:
         group.remaining = len(tasks)
         if tasks:
             self._pool.submit(tasks)
-            await group.future
+            self.num_scoring += 1
+            try:
+                await group.future
+            finally:
+                self.num_scoring -= 1
         results = [self._result(parts, notes) for parts, notes in zip(group.parts, group.notes)]
-        self._record(prompt, results)
+        self._record(prompt, results, began, time.perf_counter() - clock)
         return results
 
     def _tasks(
@@ -177,13 +185,15 @@ class RewardService:
             sum(spec.weight * parts[spec.name] for spec in self._specs), parts, "; ".join(notes)
         )
 
-    def _record(self, prompt: Prompt, results: list[RewardResult]) -> None:
+    def _record(self, prompt: Prompt, results: list[RewardResult], began: float, seconds: float) -> None:
+        """One span a group: its answers, the sum of each part over them, checks that still wait."""
         if self._telemetry is None or not results:
             return
-        for spec in self._specs:
-            mean = sum(result.parts[spec.name] for result in results) / len(results)
-            self._telemetry.value(f"reward.{spec.name}", mean, prompt=prompt.prompt_id, num=len(results))
-        self._telemetry.value("reward.queue", self.queue_depth)
+        sums = {spec.name: sum(result.parts[spec.name] for result in results) for spec in self._specs}
+        self._telemetry.record_span(
+            "reward.score", began, seconds, prompt=prompt.prompt_id, num=len(results), sums=sums,
+            queue=self.queue_depth,
+        )  # fmt: skip
 
     # ---- called by the pool, in the event loop -----------------------------------
 

@@ -58,6 +58,8 @@ IDLE_POLL_S = 0.004
 UPDATE_POLL_S = 0.001
 """An update is a chain of calls, each of which waits for the next look at the channel."""
 STATUS_INTERVAL_S = 1.0
+MIN_IDLE_S = 0.05
+"""Shorter stretches without requests are not recorded."""
 
 
 def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry) -> None:
@@ -128,6 +130,9 @@ class RolloutWorker:
         self._unfinished: tuple[int, ...] = ()
         self._stopped = False
         self._next_status = 0.0
+        self._evaluations = 0
+        self._idle: tuple[str, float] = ("", 0.0)
+        """What the engine, which has nothing to generate, waits for, and since when."""
 
     async def serve(self) -> None:
         """The rank's loop."""
@@ -145,8 +150,10 @@ class RolloutWorker:
             self.collect_episodes()
             self.commit_groups()
             self.finish_drain()
+            self.note_idleness()
             self.report_status()
             await asyncio.sleep(UPDATE_POLL_S if self._updates.in_progress else IDLE_POLL_S)
+        self._end_idleness()
         self._cancel_everything()
 
     # -- steps ---------------------------------------------------------------------
@@ -208,18 +215,37 @@ class RolloutWorker:
         shard = self._spooler.commit_due(time.monotonic(), flush=self._drain is not None)
         if shard is None:
             return
-        self._telemetry.value("rollout.shard_bytes", shard.info.num_bytes, rows=len(shard.info.rows))
-        self._tell_controller(
-            ShardReady(
-                self._paths.relative(shard.info.path), shard.info.digest, shard.lease_ids, shard.info.rows
-            )
-        )
+        path = self._paths.relative(shard.info.path)
+        self._telemetry.record_span(
+            "rollout.spool", shard.began, shard.seconds, path=path, num_bytes=shard.info.num_bytes,
+            rows=len(shard.info.rows),
+        )  # fmt: skip
+        self._tell_controller(ShardReady(path, shard.info.digest, shard.lease_ids, shard.info.rows))
 
     def finish_drain(self) -> None:
         if self._drain is None or self._drained or self._episodes or not self._spooler.empty:
             return
         self._drained = True
         self._tell_controller(Drained(self._unfinished + tuple(self._lost)))
+
+    def note_idleness(self) -> None:
+        """Record each stretch in which the engine had nothing to generate, with what it waited for."""
+        gauges, why = self._services.engine.gauges, ""
+        if not self._supervisor.ready.is_set():
+            why = "engine"
+        elif not (gauges.num_running or gauges.num_waiting):
+            if self._services.rewards.num_scoring:
+                why = "reward"
+            elif not (self._episodes or self._evaluations):
+                why = "lease"
+        if why != self._idle[0]:
+            self._end_idleness(why)
+
+    def _end_idleness(self, why: str = "") -> None:
+        (before, since), now = self._idle, time.time()
+        self._idle = (why, now)
+        if before and now - since >= MIN_IDLE_S:
+            self._telemetry.record_span("rollout.idle", since, now - since, waiting=before)
 
     def report_status(self) -> None:
         now = time.monotonic()
@@ -286,14 +312,17 @@ class RolloutWorker:
         self._world.channel.send(source, await self._updates.handle(call))
 
     async def _answer_eval(self, request: EvalRequest) -> None:
-        samples = await evaluate_prompts(
-            self._services,
-            self._workflow,
-            request.prompts,
-            request.num_samples,
-            request.sampling,
-            self._supervisor.ready,
-        )
+        self._evaluations += 1
+        with self._telemetry.span("rollout.eval", version=request.version, prompts=len(request.prompts)):
+            samples = await evaluate_prompts(
+                self._services,
+                self._workflow,
+                request.prompts,
+                request.num_samples,
+                request.sampling,
+                self._supervisor.ready,
+            )
+        self._evaluations -= 1
         self._tell_controller(EvalResult(request.eval_id, self._world.role_rank, tuple(samples)))
 
     def _begin_drain(self, drain: Drain) -> None:

@@ -7,6 +7,7 @@ thread, one shard at a time.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from areal_hpc.spool.shard import ShardInfo, ShardWriter
@@ -20,6 +21,9 @@ TOKEN_BYTES = 13
 class CommittedShard:
     info: ShardInfo
     lease_ids: tuple[int, ...]
+    began: float
+    """When writing began, seconds since the epoch."""
+    seconds: float
 
 
 class GroupSpooler:
@@ -57,5 +61,7 @@ class GroupSpooler:
         return size >= self._shard_bytes or now - self._oldest >= self._latency_s
 
     def _write(self, groups: list[tuple[int, list[Trajectory]]]) -> CommittedShard:
+        began, clock = time.time(), time.perf_counter()
         info = self._writer.commit([sample for _, group in groups for sample in group])
-        return CommittedShard(info, tuple(lease_id for lease_id, _ in groups))
+        leases = tuple(lease_id for lease_id, _ in groups)
+        return CommittedShard(info, leases, began, time.perf_counter() - clock)

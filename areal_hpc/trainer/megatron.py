@@ -8,6 +8,7 @@ trainer ranks call the same methods in the same order.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class MinibatchResult:
     sums: dict[str, tuple[float, float]]
     maxima: dict[str, float]
     update: UpdateResult
+    phases: dict[str, tuple[float, float]]
+    """(start since the epoch, seconds) of `forward_backward` and `optimizer`."""
 
 
 class MegatronTrainer:
@@ -159,13 +162,21 @@ class MegatronTrainer:
             output = loss_fn(micro_batch, logprobs, entropies)
             return output, output.loss * scale
 
+        began, clock = time.time(), time.perf_counter()
         self.model.zero_grad_buffer()
         self.updater.optimizer.zero_grad()
         outputs = self._run(rows, micro_batches, names, loss_of, forward_only=False, entropy=entropy)
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)  # else the optimizer would seem to take the kernels' time
+        computed_s = time.perf_counter() - clock
         update = self.updater.step()
         self.num_skipped += update.skipped
+        phases = {
+            "forward_backward": (began, computed_s),
+            "optimizer": (began + computed_s, time.perf_counter() - clock - computed_s),
+        }
         losses = [output for _, output in outputs] if self.place.counts else []
-        return MinibatchResult(*_collect(losses), update)
+        return MinibatchResult(*_collect(losses), update, phases)
 
     def _run(self, rows, micro_batches, names, compute, *, forward_only: bool, entropy: bool = False) -> list:
         """Megatron's schedule over the micro-batches; [(micro-batch, first result of compute)]."""

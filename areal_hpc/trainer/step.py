@@ -81,6 +81,7 @@ class TrainStep:
         self._reference, self._critic = reference, critic
         self._history = WeightHistory(config.trainer.weight_history, config.algorithm.max_staleness)
         self._seconds: dict[str, float] = {}
+        self._train_step = 0
 
     @property
     def engines(self) -> dict[str, MegatronTrainer]:
@@ -91,7 +92,7 @@ class TrainStep:
     def run(self, manifest: BatchManifest) -> dict[str, float]:
         """Train on the batch; returns the metrics of the whole step."""
         begin = time.perf_counter()
-        self._seconds = {}
+        self._seconds, self._train_step = {}, manifest.train_step
         with self._timed("read", manifest):
             trajectories = read_batch(manifest, self._paths)
         plan = self._plan(manifest, trajectories)
@@ -211,6 +212,8 @@ class TrainStep:
                 )
 
             result = self._engine.train_minibatch(batch.rows, share.micro_batches, names, loss, entropy=True)
+            for phase, (began, seconds) in result.phases.items():
+                self._telemetry.record_span(f"train.{phase}", began, seconds, train_step=self._train_step)
             if self._critic is not None:
                 result.sums.update(self._critic.update(batch, minibatch, share))
             results.append(result)

@@ -114,7 +114,8 @@ class TrainerWeights:
         self._source.begin_publication()
         self._snapshot_version = None
         if not self._world.is_trainer_lead:
-            self._engine.send_weights()
+            with self._telemetry.span("weights.publish", version=version):
+                self._engine.send_weights()
             return {}
         return self._publish(version)
 

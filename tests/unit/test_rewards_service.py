@@ -59,7 +59,7 @@ def test_a_weighted_sum_logs_each_part(tmp_path):
     assert results[1].parts == {"math": 0.0, "length": -1.0}  # too long: cut off, and punished for it
     assert results[1].reward == -0.5
     text = (tmp_path / "t.jsonl").read_text()
-    assert '"reward.math","v":0.5' in text and '"reward.length","v":-0.55' in text
+    assert '"s":"reward.score"' in text and '"num":2,"sums":{"math":1.0,"length":-1.1}' in text
 
 
 def test_group_functions_get_options_and_complete_answers():
