@@ -79,7 +79,11 @@ class _WeightGradients:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad) -> None:
-        main_grad.addmm_(grad_output.t(), total_input)
+        if grad_output.dtype is main_grad.dtype:
+            main_grad.addmm_(grad_output.t(), total_input)
+        else:
+            # 16-bit operands: the sum over tokens is taken in the buffer's fp32, as on GPUs.
+            main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
