@@ -15,18 +15,18 @@ EXAMPLES = """examples:
   areal-hpc run configs/quickstart.yaml run.on_existing=resume
   areal-hpc sft configs/quickstart_sft.yaml
   areal-hpc eval configs/quickstart.yaml --model runs/quickstart
-  areal-hpc spool audit runs/quickstart
+  areal-hpc spool ls runs/quickstart
   areal-hpc plan configs/quickstart.yaml --from runs/quickstart
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    command = _score if argv[:1] == ["score"] else _dispatch
+    own_parser = OWN_PARSERS.get(argv[0]) if argv else None
     from areal_hpc.config.errors import ConfigError
 
     try:
-        return command(argv[1:] if command is _score else argv)
+        return own_parser(argv[1:]) if own_parser else _dispatch(argv)
     except ConfigError as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return 2
@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
                            "areal-hpc eval configs/quickstart.yaml --model runs/quickstart")
     evaluate.add_argument("--model", metavar="RUN|MODEL", help="run or Hugging Face folder (default: model.path)")
     evaluate.add_argument("-o", "--output", metavar="FILE", help="write one scored answer a line")
-    # Its arguments are parsed by `_score`, so that --help of the others stays fast.
+    # Parsed by the functions in OWN_PARSERS, so that --help of the others stays fast.
     commands.add_parser("score", help="score the answers of a JSONL file with a reward", add_help=False)
     export = commands.add_parser("export", help="write a checkpoint of a run as a Hugging Face folder",
                                  description="Write a checkpoint of a run as a Hugging Face folder.",
@@ -109,12 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--step", type=int, help="training step (default: the newest checkpoint)")
     export.add_argument("-o", "--output", metavar="FOLDER", help="default: exports/ in the run folder")
     export.set_defaults(command=_export)
-    spool = commands.add_parser("spool", help="prove that a run kept its promises",
-                                description="Prove from spool and journal that the staleness bound held for every "
-                                            "sample and that each was trained at most once.")
-    spool.add_argument("action", choices=("audit",))
-    spool.add_argument("run", help="run folder")
-    spool.set_defaults(command=_spool)
+    commands.add_parser("spool", help="list, show, verify, export and audit a run's trajectories", add_help=False)
     return parser
 
 
@@ -228,23 +223,20 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _spool(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
+def _spool(argv: list[str]) -> int:
+    from areal_hpc.analysis.spool_cli import main as spool_main
 
-    from areal_hpc.analysis.audit import audit_run
-    from areal_hpc.config.load import ConfigError
-    from areal_hpc.paths import RunPaths
-
-    root = Path(arguments.run)
-    if not RunPaths(root).ledger.exists():
-        raise ConfigError(f"{root} has no journal: not a run folder")
-    return audit_run(root)
+    return spool_main(argv)
 
 
 def _sft(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.sft import run_sft
 
     return run_sft(arguments.config, arguments.overrides)
+
+
+OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {"score": _score, "spool": _spool}
+"""Commands that parse what follows their name themselves."""
 
 
 if __name__ == "__main__":

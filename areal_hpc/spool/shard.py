@@ -42,7 +42,7 @@ from areal_hpc.spool.schema import (  # noqa: E402
 )
 from areal_hpc.types import ShardRow, Trajectory, token_checksum  # noqa: E402
 
-__all__ = ["ShardError", "ShardInfo", "ShardWriter", "quarantine", "read_index", "read_rows"]
+__all__ = ["ShardError", "ShardInfo", "ShardWriter", "quarantine", "read_head", "read_index", "read_rows"]
 
 SUFFIX = ".h5"
 METADATA_BYTES = 16 * 1024
@@ -140,6 +140,15 @@ def read_index(
             arrays, starts = _read_tokens(file, head, range(head.num_rows))
             _check_tokens(head, arrays, starts)
         return ShardInfo(Path(path), _text(file, "digest"), head.rows(), os.path.getsize(path))
+
+
+def read_head(path: str | Path) -> tuple[ShardHead, str]:
+    """Everything of a shard but its tokens, and the digest, which holds for what is returned.
+
+    For walks over many shards. Raises ShardError and FileNotFoundError.
+    """
+    with _opened(Path(path), 0.0, whole=False) as file:
+        return _read_head(file, None, True), _text(file, "digest")
 
 
 def quarantine(path: Path, folder: Path, reason: str) -> Path:
@@ -265,8 +274,11 @@ def _empty_file() -> bytes:
 
 
 @contextmanager
-def _opened(path: Path, wait_s: float) -> Iterator[h5f.FileID]:
-    """The open file; whatever is wrong with it comes out as ShardError with its path."""
+def _opened(path: Path, wait_s: float, *, whole: bool = True) -> Iterator[h5f.FileID]:
+    """The open file; whatever is wrong with it comes out as ShardError with its path.
+
+    whole: most of the file will be read.
+    """
     end = time.monotonic() + wait_s
     while True:
         try:
@@ -279,7 +291,8 @@ def _opened(path: Path, wait_s: float) -> Iterator[h5f.FileID]:
             time.sleep(0.05)
     try:
         # HDF5's first look at its own structures, here and there in the file, shall not wait for each.
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        if whole:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, _access())
         try:
             yield file
