@@ -14,6 +14,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a full disk and an exhausted quota answer."""
 
 
+VISIBLE_S = 5.0
+"""How long a network filesystem may hide a file whose name was announced by its writer."""
+
+
 class DiskFullError(OSError):
     """No space for a file; the message names the path and the bytes that are missing."""
 

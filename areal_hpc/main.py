@@ -24,6 +24,7 @@ from areal_hpc.config.load import read_config
 from areal_hpc.durable import write_durably
 from areal_hpc.heartbeat import introduce, start_heartbeat
 from areal_hpc.mpi.clock import compare_clocks
+from areal_hpc.mpi.pulse import Pulse
 from areal_hpc.paths import RunPaths
 from areal_hpc.stop import FLAG, ignore_signals, install_handlers
 from areal_hpc.telemetry import Telemetry, setup_logging
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from areal_hpc.mpi.world import World
 
 MPI_INIT_DEADLINE_S = 300.0
+ABORT_DEADLINE_S = 10.0
 
 Role = Callable[["Config", "World", RunPaths, Telemetry], None]
 
@@ -67,7 +69,10 @@ def main(argv: list[str] | None = None) -> int:
         introduce(telemetry, world, attempt, compare_clocks())
         telemetry.value("start.visible_s", visible_s)
         start_heartbeat(telemetry)
+        pulse = Pulse(world, config.run.silence_deadline_s, lambda error: _fail(error, world, paths))
+        pulse.start()
         _role(world.role)(config, world, paths, telemetry)
+        pulse.stop()
         telemetry.close()
         world.channel.flush(deadline_s=60.0)
     except BaseException as error:
@@ -138,7 +143,7 @@ def _finish() -> None:
 
 
 def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
-    traceback.print_exc()
+    traceback.print_exception(error)
     sys.stderr.flush()
     summary = " ".join(str(error).split()) or "no message"
     if world is None:
@@ -151,6 +156,8 @@ def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
     if isinstance(error, ConfigError):
         code = 2
         _refuse(paths, f"{where}: {summary[:500]}")
+    # Another thread may be inside MPI: an abort that hangs there must not keep the world alive.
+    faulthandler.dump_traceback_later(ABORT_DEADLINE_S, exit=True)
     try:
         kill_children()
         from mpi4py import MPI

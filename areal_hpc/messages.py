@@ -75,6 +75,10 @@ class Stop(Message, frozen=True):
     reason: str
 
 
+class Alive(Message, frozen=True):
+    """C -> all and all -> C, by `mpi.pulse`: a sign of life, which the channel keeps to itself."""
+
+
 # ---- rollouts --------------------------------------------------------------------
 
 
@@ -240,6 +244,7 @@ AnyMessage = Union[
     Drain,
     Drained,
     Stop,
+    Alive,
     GrantLeases,
     ShardReady,
     LeaseFailed,

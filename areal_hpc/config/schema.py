@@ -72,6 +72,8 @@ class RunConfig:
     """Longest wait for all ranks to load their models."""
     stall_deadline_s: float = 1800.0
     """Longest time without a finished trajectory, step or evaluation before the run is ended."""
+    silence_deadline_s: float = 180.0
+    """A rank that gives no sign of life for this long (stopped, node lost) is named and ends the run."""
     drain_deadline_s: float = 120.0
     """Longest wait for rollouts to commit and the trainer to save at a stop."""
     verbose: bool = False

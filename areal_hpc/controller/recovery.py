@@ -21,13 +21,12 @@ import msgspec
 
 from areal_hpc.controller.batcher import ReadyGroup, split_groups
 from areal_hpc.controller.ledger import Ledger
+from areal_hpc.durable import VISIBLE_S
 from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
 
 log = logging.getLogger(__name__)
 
-LAG_S = 2.0
-"""How long a network filesystem may hide a shard that was announced."""
 TOO_OLD = "too old"
 """Reason of a discard that going back to an earlier checkpoint undoes."""
 
@@ -141,7 +140,7 @@ def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str
     for relative, groups in by_path.items():
         path = paths.resolve_inside(relative)
         try:
-            if read_index(path, run_id=run_id, wait_s=LAG_S).digest == state.digests[relative]:
+            if read_index(path, run_id=run_id, wait_s=VISIBLE_S).digest == state.digests[relative]:
                 continue
             reason = "its digest is not the one that was announced"
             quarantine(path, paths.quarantine, reason)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from areal_hpc.messages import Message, decode, encode
+from areal_hpc.messages import Alive, Message, decode, encode
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,6 +51,7 @@ class Channel:
         self._describe = describe
         self._lock = threading.Lock()
         self._stash: deque[Envelope] = deque()
+        self._heard: set[int] = set()
 
     def send(self, dest: int, message: Message) -> None:
         """Hand over a message; returns at once."""
@@ -89,6 +90,13 @@ class Channel:
                 raise TimeoutError(f"waited {deadline_s:.0f} s for {what} from {whom}")
             time.sleep(POLL_INTERVAL_S)
 
+    def heard(self) -> set[int]:
+        """World ranks from which anything has arrived since the last call."""
+        with self._lock:
+            self._pull(4096)
+            heard, self._heard = self._heard, set()
+            return heard
+
     def flush(self, deadline_s: float) -> None:
         """Wait until everything sent has left this rank; TimeoutError after `deadline_s` seconds."""
         end = time.monotonic() + deadline_s
@@ -107,7 +115,10 @@ class Channel:
             if arrived is None:
                 return
             source, data = arrived
-            self._stash.append(Envelope(source, decode(data)))
+            self._heard.add(source)
+            message = decode(data)
+            if not isinstance(message, Alive):
+                self._stash.append(Envelope(source, message))
 
 
 class MpiTransport:

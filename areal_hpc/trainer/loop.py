@@ -1,6 +1,6 @@
 """The trainer role: executes the controller's commands in order, in lockstep over all trainer ranks.
 
-      TrainBatch ----> read shards -> train -> StepDone
+      TrainBatch ----> read shards -> train -> StepDone, or BatchRefused if they are damaged
       Publish -------> weights to every engine -> VersionLive or PublishFailed
       SaveCheckpoint > checkpoint (and Hugging Face folder) -> CheckpointSaved
       Stop ----------> leave
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from areal_hpc.config.schema import Config
 from areal_hpc.messages import (
+    BatchRefused,
     CheckpointSaved,
     ConnectWeights,
     Message,
@@ -117,7 +118,8 @@ class Trainer:
     def next_command(self) -> Message:
         """Wait for the controller, polling with short sleeps; a finished checkpoint is reported meanwhile."""
         run = self._config.run
-        end = time.monotonic() + run.stall_deadline_s + run.start_deadline_s
+        limit_s = run.stall_deadline_s + run.start_deadline_s
+        end = time.monotonic() + limit_s
         with self._telemetry.span("train.wait"):
             while True:
                 self._report_saved(self._checkpoints.finished())
@@ -129,7 +131,11 @@ class Trainer:
                     ).message
                 except TimeoutError:
                     if time.monotonic() > end:
-                        raise
+                        whom = self._world.describe(self._world.controller_rank)
+                        raise TimeoutError(
+                            f"waited {limit_s:.0f} s (run.stall_deadline_s and run.start_deadline_s) for a command "
+                            f"from {whom}"
+                        ) from None
 
     def report_ready(self) -> None:
         self._answer(TrainerReady(train_step=self.train_step, version=self.train_step))
@@ -145,9 +151,16 @@ class Trainer:
                 f"batch for step {manifest.train_step} from version {manifest.version} came after step "
                 f"{self.train_step}: the controller's and the trainer's counts differ"
             )
-        with self._telemetry.span("train.step", train_step=manifest.train_step) as attributes:
-            metrics = self._step.run(manifest)
-            attributes["num_tokens"] = metrics["num_tokens"]
+        from areal_hpc.trainer.reading import BatchDamaged
+
+        try:
+            with self._telemetry.span("train.step", train_step=manifest.train_step) as attributes:
+                metrics = self._step.run(manifest)
+                attributes["num_tokens"] = metrics["num_tokens"]
+        except BatchDamaged as error:
+            log.warning("batch of step %d refused: %s", manifest.train_step, error)
+            self._answer(BatchRefused(train_step=manifest.train_step, damaged=error.damaged))
+            return
         self.train_step = manifest.train_step
         self._answer(StepDone(train_step=self.train_step, version=self.train_step, metrics=metrics))
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from areal_hpc.config.algorithm import Objective
 from areal_hpc.config.schema import Config
 from areal_hpc.paths import RunPaths
-from areal_hpc.spool.shard import read_rows
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.trainer.advantages import compute_advantages
 from areal_hpc.trainer.batch import MicroBatch, Row
@@ -30,35 +29,11 @@ from areal_hpc.trainer.history import WeightHistory
 from areal_hpc.trainer.megatron import MegatronTrainer, MinibatchResult
 from areal_hpc.trainer.objective import LossOutput, loss_denominator, policy_loss
 from areal_hpc.trainer.plan import StepPlan, plan_step
+from areal_hpc.trainer.reading import read_together
 from areal_hpc.trainer.shaping import shape_rewards, trained_mask
 from areal_hpc.types import BatchManifest, Trajectory
 
 SEED_STRIDE = 1_000_003
-
-
-def read_batch(manifest: BatchManifest, paths: RunPaths) -> list[Trajectory]:
-    """All trajectories of the batch in the manifest's order.
-
-    Every rank reads all rows: rewards of whole groups are needed everywhere, and a batch
-    is small beside what the forward pass moves.
-    """
-    by_shard: dict[int, list[int]] = defaultdict(list)
-    for place, row in enumerate(manifest.rows):
-        by_shard[row.shard].append(place)
-    found: dict[int, Trajectory] = {}
-    for shard, places in by_shard.items():
-        path = paths.resolve_inside(manifest.shards[shard])
-        trajectories = read_rows(path, [manifest.rows[place].row for place in places])
-        found.update(zip(places, trajectories, strict=True))
-    for place, row in enumerate(manifest.rows):
-        # Byte for byte what the engine produced: the checksum was made before it was written.
-        if (found[place].group_id, found[place].checksum) != (row.group_id, row.checksum):
-            raise ValueError(
-                f"row {row.row} of {manifest.shards[row.shard]} is not what its rollout produced: the manifest of "
-                f"step {manifest.train_step} says group {row.group_id} with checksum {row.checksum:08x}, the shard "
-                f"holds group {found[place].group_id} with {found[place].checksum:08x}"
-            )
-    return [found[place] for place in range(len(manifest.rows))]
 
 
 @dataclass
@@ -90,11 +65,11 @@ class TrainStep:
         return engines if self._critic is None else {**engines, "critic": self._critic.engine}
 
     def run(self, manifest: BatchManifest) -> dict[str, float]:
-        """Train on the batch; returns the metrics of the whole step."""
+        """Train on the batch; returns the metrics of the whole step. Raises BatchDamaged, nothing trained."""
         begin = time.perf_counter()
         self._seconds, self._train_step = {}, manifest.train_step
         with self._timed("read", manifest):
-            trajectories = read_batch(manifest, self._paths)
+            trajectories = read_together(manifest, self._paths, self._config.run.name, self._engine.place.device)
         plan = self._plan(manifest, trajectories)
         batch = self._prepare(manifest, trajectories)
         with self._timed("logprobs", manifest):
