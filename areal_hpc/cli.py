@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   areal-hpc eval configs/quickstart.yaml --model runs/quickstart
   areal-hpc spool ls runs/quickstart
   areal-hpc plan configs/quickstart.yaml --from runs/quickstart
+  areal-hpc status runs/quickstart --watch
 """
 
 
@@ -109,6 +110,20 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--step", type=int, help="training step (default: the newest checkpoint)")
     export.add_argument("-o", "--output", metavar="FOLDER", help="default: exports/ in the run folder")
     export.set_defaults(command=_export)
+    replay = commands.add_parser("replay", help="train again on what a run recorded, with the same or other options",
+                                 description="Train again on the batches of a run, without engines: with the same "
+                                             "options to reproduce its weights, with others to see what these would "
+                                             "have changed.",
+                                 epilog="examples:\n  areal-hpc replay runs/quickstart\n"
+                                        "  areal-hpc replay runs/quickstart algorithm.objective=naive -o runs/naive\n"
+                                        "  areal-hpc replay runs/quickstart algorithm.max_staleness=1 "
+                                        "algorithm.clip_eps=0.1",
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    replay.add_argument("run", metavar="RUN", help="run folder")
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help="other options of algorithm or trainer")
+    replay.add_argument("-o", "--output", metavar="FOLDER", help="default: RUN-replay, beside the run folder")
+    replay.set_defaults(command=_replay)
+    commands.add_parser("status", help="how a run is: progress, speed, staleness, signs of life", add_help=False)
     commands.add_parser("spool", help="list, show, verify, export and audit a run's trajectories", add_help=False)
     return parser
 
@@ -229,13 +244,25 @@ def _spool(argv: list[str]) -> int:
     return spool_main(argv)
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from areal_hpc.replay.command import run_replay
+
+    return run_replay(arguments.run, arguments.overrides, arguments.output)
+
+
+def _status(argv: list[str]) -> int:
+    from areal_hpc.analysis.status_view import main as status_main
+
+    return status_main(argv)
+
+
 def _sft(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.sft import run_sft
 
     return run_sft(arguments.config, arguments.overrides)
 
 
-OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {"score": _score, "spool": _spool}
+OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {"score": _score, "spool": _spool, "status": _status}
 """Commands that parse what follows their name themselves."""
 
 
