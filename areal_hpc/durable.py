@@ -48,6 +48,24 @@ def disk_full(error: OSError, path: Path, num_bytes: int) -> DiskFullError | Non
     )
 
 
+def find_disk_full(error: BaseException, path: Path, num_bytes: int) -> DiskFullError | None:
+    """As `disk_full`, for an error of a library, which may have wrapped or swallowed the system's answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DiskFullError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return disk_full(cause, path, num_bytes)
+        cause = cause.__cause__ or cause.__context__
+    try:
+        free = os.statvfs(path.parent)
+    except OSError:
+        return None
+    if free.f_bavail * free.f_frsize < num_bytes:
+        return disk_full(OSError(errno.ENOSPC, ""), path, num_bytes)
+    return None
+
+
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte; `os.write` may take a part only when space runs out."""
     view = memoryview(data).cast("B")

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_hpc.durable import disk_full
+
 FLUSH_INTERVAL_S = 1.0
 MAX_BYTES = 256 * 1024 * 1024
 """A file stops growing here; the last line says so."""
@@ -101,12 +103,20 @@ def append_jsonl(path: Path, record: dict[str, object]) -> None:
 
 
 def replace_json(path: Path, record: dict[str, object]) -> None:
-    """Write a JSON file so that a reader sees the old or the new one, never a part."""
+    """Write a JSON file so that a reader sees the old or the new one, never a part.
+
+    Raises DiskFullError, leaving no temporary file behind, when there is no space.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(record, stream)
-    os.replace(temporary, path)
+    text = json.dumps(record)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_full(error, path, len(text)) or error from None
 
 
 def setup_logging(log_file: Path | None, *, label: str, verbose: bool = False) -> None:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from areal_hpc.config.load import config_digest
 from areal_hpc.config.schema import Config
-from areal_hpc.durable import sync_folder
+from areal_hpc.durable import find_disk_full, sync_folder
 from areal_hpc.paths import RunPaths
 from areal_hpc.trainer.checkpoint_folder import (
     Manifest,
@@ -94,7 +94,8 @@ class Checkpoints:
                     self._publish(temporary, final, manifest)
                 self._outcome.put(Saved(train_step, final, time.perf_counter() - begin))
             except BaseException as error:
-                self._outcome.put(error)
+                num_bytes = sum(part.num_bytes for part in parts.values())
+                self._outcome.put(find_disk_full(error, temporary, num_bytes) or error)
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -123,15 +124,16 @@ class Checkpoints:
 
     def _write(self, parts: dict[str, _Part], temporary: Path) -> dict:
         """This rank's files; on the lead the entries of all ranks' files."""
-        results, error = {}, ""
+        results, mine, error = {}, {}, ""
         try:
             results = {name: part.write() for name, part in parts.items()}
+            mine = {
+                str(file.relative_to(temporary)): describe_file(file)
+                for part in parts.values() for file in part.files
+            }
         except Exception as failure:  # told to all ranks: they wait in the next line
-            error = f"trainer rank {self._place.rank}: {failure}"
-        mine = {
-            str(file.relative_to(temporary)): describe_file(file)
-            for part in parts.values() for file in part.files
-        } if not error else {}
+            num_bytes = sum(part.num_bytes for part in parts.values())
+            error = f"trainer rank {self._place.rank}: {find_disk_full(failure, temporary, num_bytes) or failure}"
         everyone: list = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, (results, mine, error), group=self._group)
         errors = [failure for *_, failure in everyone if failure]
@@ -167,7 +169,7 @@ class Checkpoints:
         found: list = [None]
         if self._place.rank == 0:
             remove_leftovers(self._paths)
-            checkpoint = find_checkpoint(self._paths)
+            checkpoint = find_checkpoint(self._paths, set_aside=True)
             if checkpoint is not None:
                 folder, manifest = checkpoint
                 if manifest.version != manifest.train_step:
@@ -199,6 +201,9 @@ class _Part:
             for path, key, (data, tensors) in strategy.writer.write_buckets or ()
         ]
         self.files = [Path(bucket[0]) for bucket in self._buckets]
+        self.num_bytes = sum(
+            tensor.nbytes for *_, (_, tensors) in self._buckets for _, tensor in tensors
+        )
 
     def write(self) -> list:
         """Write this rank's file; returns torch's write results."""

@@ -19,6 +19,7 @@ import msgspec
 
 from areal_hpc.durable import write_durably
 from areal_hpc.paths import RunPaths
+from areal_hpc.terminal import echo
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -95,11 +96,14 @@ def list_checkpoints(paths: RunPaths) -> list[Path]:
     return sorted(path for path in paths.checkpoints.glob("step-*") if path.is_dir())
 
 
-def find_checkpoint(paths: RunPaths, train_step: int | None = None) -> tuple[Path, Manifest] | None:
+def find_checkpoint(
+    paths: RunPaths, train_step: int | None = None, *, set_aside: bool = False
+) -> tuple[Path, Manifest] | None:
     """The newest whole checkpoint (or that of `train_step`), None if there is none.
 
     A damaged one is passed over with a warning that names it, unless it was asked for:
-    then DamagedCheckpoint is raised.
+    then DamagedCheckpoint is raised. With `set_aside` it goes to quarantine, so that it
+    takes no place among those that are kept and nobody takes its step for reached.
     """
     if train_step is not None:
         folder = paths.checkpoint(train_step)
@@ -108,8 +112,19 @@ def find_checkpoint(paths: RunPaths, train_step: int | None = None) -> tuple[Pat
         try:
             return folder, verify(folder)
         except DamagedCheckpoint as error:
-            log.warning("checkpoint is damaged, falling back to the one before: %s", error)
+            text = f"checkpoint is damaged, falling back to the one before: {error}"
+            log.warning(text)
+            if set_aside:
+                echo(f"warning: {text}")
+                _quarantine(paths, folder)
     return None
+
+
+def _quarantine(paths: RunPaths, folder: Path) -> None:
+    paths.quarantine.mkdir(mode=0o700, exist_ok=True)
+    target = paths.quarantine / folder.name
+    shutil.rmtree(target, ignore_errors=True)  # an earlier one of the same step
+    os.rename(folder, target)
 
 
 def prune(paths: RunPaths, keep_last: int, keep_every: int) -> list[Path]:

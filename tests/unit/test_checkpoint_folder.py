@@ -74,6 +74,21 @@ def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(paths, damage
         find_checkpoint(paths, 2)
 
 
+def test_a_damaged_one_is_set_aside_before_the_run_goes_on(paths, capfd):
+    """It would count as one of the last two, and as a step that was reached."""
+    for step in (5, 10, 15):
+        make(paths, step)
+    (paths.checkpoint(15) / "policy/common.pt").write_bytes(b"")
+    assert find_checkpoint(paths)[1].train_step == 10  # who only looks moves nothing
+    assert len(list_checkpoints(paths)) == 3
+    assert find_checkpoint(paths, set_aside=True)[1].train_step == 10
+    assert "step-00000015: policy/common.pt has another size" in capfd.readouterr().out
+    assert [folder.name for folder in list_checkpoints(paths)] == ["step-00000005", "step-00000010"]
+    assert (paths.quarantine / "step-00000015" / "policy/__0_0.distcp").is_file()
+    make(paths, 12)
+    assert [folder.name for folder in prune(paths, keep_last=2, keep_every=0)] == ["step-00000005"]
+
+
 def test_retention(paths):
     for step in (10, 20, 30, 40, 50, 60):
         make(paths, step)
