@@ -29,6 +29,8 @@ def introduce(telemetry: Telemetry, world: World, attempt: int, clock: tuple[flo
         pid=os.getpid(), cpus=sorted(os.sched_getaffinity(0)), clock_s=round(clock[0], 6),
         clock_error_s=round(clock[1], 6),
     )  # fmt: skip
+    # From here on every line says so too: a resumed run repeats steps in the same file.
+    telemetry.attempt = attempt
     telemetry.flush()
 
 

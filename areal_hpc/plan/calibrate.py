@@ -198,11 +198,12 @@ def _nonnegative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
 def measured_speed(steps: list[dict[str, Any]]) -> float:
     """Tokens per second of wall time between the ends of consecutive steps.
 
-    A step whose number does not follow the one before belongs to another life of the run.
+    Between two attempts the run stood still.
     """
     tokens = seconds = 0.0
     for before, step in itertools.pairwise(steps):
-        if step["train_step"] == before["train_step"] + 1:
+        same = step.get("a") == before.get("a")
+        if same and step["train_step"] == before["train_step"] + 1:
             tokens += step["num_tokens"]
             seconds += step["t"] + step["d"] - before["t"] - before["d"]
     return tokens / seconds if seconds else 0.0

@@ -185,3 +185,7 @@ def test_time_between_two_lives_of_a_run_does_not_count():
     assert measured_speed(alone) == pytest.approx(50)
     # Resumed from step 3 after an hour.
     assert measured_speed(alone + [step(n, 3600 + 2.0 * n) for n in range(4, 8)]) == pytest.approx(50)
+    # Resumed from the checkpoint that was the last step.
+    resumed = [step(n, 2.0 * n) | {"a": 1} for n in range(1, 6)]
+    resumed += [step(n, 3600 + 2.0 * n) | {"a": 2} for n in range(6, 9)]
+    assert measured_speed(resumed) == pytest.approx(50)
