@@ -110,6 +110,11 @@ class RunPaths:
         return self.root / "evals"
 
     @property
+    def replay(self) -> Path:
+        """In a replay's folder: what was replayed and how near it came (JSON)."""
+        return self.root / "replay.json"
+
+    @property
     def weight_files(self) -> Path:
         """Scratch of the `file` weight backend."""
         return self.root / "weights"

@@ -19,9 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_hpc.config.algorithm import check_algorithm
 from areal_hpc.config.errors import ConfigError
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, Mode
 
 T = typing.TypeVar("T")
+ENGINE_OPTIONS_IN_DETERMINISTIC_RUNS = ("enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -157,6 +158,7 @@ def check_config(config: Config) -> None:
         )
     check_algorithm(config)
     check_trainer(config)
+    check_deterministic(config)
     if rollout.max_new_tokens >= config.model.max_context:
         raise ConfigError(
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
@@ -185,6 +187,30 @@ def check_rewards(config: Config) -> None:
         reward_specs(rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_deterministic(config: Config) -> None:
+    """Refuse what makes two runs of one configuration differ, where run.deterministic promises the contrary."""
+    if not config.run.deterministic:
+        return
+    rollout = config.rollout
+    refusals = {
+        "run.mode=async: which weights answer a prompt depends on time there; set run.mode=sync": (
+            config.run.mode is not Mode.sync
+        ),
+        "algorithm.dynamic_sampling=true: which groups it refuses depends on their arrival; set it to false": (
+            config.algorithm.dynamic_sampling
+        ),
+        "rollout.workflow=python_tool: what a program prints may depend on time; take another workflow": (
+            rollout.workflow == "python_tool"
+        ),
+    }
+    for name in ENGINE_OPTIONS_IN_DETERMINISTIC_RUNS:
+        why = f"rollout.engine_options.{name}: the run sets it itself; remove it"
+        refusals[why] = name in rollout.engine_options
+    for why, refused in refusals.items():
+        if refused:
+            raise ConfigError(f"run.deterministic=true does not go with {why}")
 
 
 def check_trainer(config: Config) -> None:

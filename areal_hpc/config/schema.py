@@ -68,6 +68,8 @@ class RunConfig:
     take_over: bool = False
     """Take the run folder from a run on another host that gave no sign of life for minutes."""
     deterministic: bool = False
+    """Same seed, same layout: bitwise the same weights, however often the run is stopped and resumed.
+    Needs mode sync; answers are computed so that they do not depend on what runs beside them."""
     start_deadline_s: float = 900.0
     """Longest wait for all ranks to load their models."""
     stall_deadline_s: float = 1800.0

@@ -44,7 +44,10 @@ def split_groups(rows: Iterable[ShardRow]) -> dict[int, tuple[ShardRow, ...]]:
     groups: dict[int, dict[int, ShardRow]] = {}
     for row in rows:
         groups.setdefault(row.group_id, {}).setdefault(row.sample_index, row)
-    return {group_id: tuple(members.values()) for group_id, members in groups.items()}
+    # By sample, whatever order a workflow returned them in.
+    return {
+        group_id: tuple(row for _, row in sorted(members.items())) for group_id, members in groups.items()
+    }
 
 
 class Batcher:

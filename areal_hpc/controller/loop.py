@@ -174,7 +174,8 @@ class Controller:
             case ShardReady():
                 self._take_shard(message)
             case LeaseFailed():
-                self._end_leases([self.leases.fail(message.lease_id, retry=message.retry)], message.reason)
+                ended = [self.leases.fail(message.lease_id, retry=message.retry)]
+                self._end_leases(ended, message.reason, by_chance=message.retry)
             case EngineRestarted():
                 self._engine_restarted(source, message)
             case EvalResult():
@@ -229,8 +230,10 @@ class Controller:
         for group in groups:
             self.budget.release(group.epoch, len(group.rows))
 
-    def _end_leases(self, ended: Iterable[tuple[UnderWay, bool] | None], reason: str) -> None:
-        """Journal and count leases that came to nothing."""
+    def _end_leases(
+        self, ended: Iterable[tuple[UnderWay, bool] | None], reason: str, *, by_chance: bool = True
+    ) -> None:
+        """Journal and count leases that came to nothing; `by_chance`: another run's might have been answered."""
         for outcome in ended:
             if outcome is None:
                 continue
@@ -238,6 +241,11 @@ class Controller:
             if not dropped:
                 self.counters["granted_again"] += 1
                 continue
+            if self.config.run.deterministic and by_chance:
+                raise RuntimeError(
+                    f"run.deterministic=true: group {group.group_id} would be left out for a reason that another run "
+                    f"need not have: {reason}"
+                )
             self.ledger.add("dropped", groups=[group.group_id], reason=reason)
             self.budget.release(group.epoch, self.config.rollout.group_size)
             self.counters["dropped"] += 1

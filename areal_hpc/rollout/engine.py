@@ -21,6 +21,7 @@ import numpy as np
 
 from areal_hpc.config.schema import Config, Device, KvOnUpdate, OnUpdate
 from areal_hpc.rollout.environment import derive_seed, engine_environment
+from areal_hpc.rollout.invariance import check_invariance
 from areal_hpc.types import SamplingSpec
 from areal_hpc.weights.transfer import resolve_backend
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
-
 
 class EngineDied(RuntimeError):
     """The engine's processes are gone (or about to be): restart it, ask again."""
@@ -103,6 +103,8 @@ class RolloutEngine:
         except Exception as error:
             self.kill()
             raise EngineDied(f"the engine did not start: {error}") from error
+        if self._config.run.deterministic:
+            await check_invariance(self._answer, self._config.model.max_context)
         self._resumed.set()
 
     async def _warm_up(self) -> None:
@@ -307,7 +309,10 @@ class RolloutEngine:
 
     def _construct(self) -> AsyncLLM:
         """In a thread of its own: takes as long as loading the model, and blocks signals meanwhile."""
-        with engine_environment(self._cores, str(self._log), self._config.run.start_deadline_s):
+        run = self._config.run
+        with engine_environment(
+            self._cores, str(self._log), run.start_deadline_s, deterministic=run.deterministic
+        ):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -338,6 +343,11 @@ def engine_arguments(config: Config, index: int) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if config.run.deterministic:
+        # A prompt computed in pieces draws random numbers for each, and which prefixes are
+        # cached depends on time: every prompt is computed whole.
+        arguments["enable_prefix_caching"] = arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], config.model.max_context)
     if config.run.device is Device.cpu:
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 1024**3)
     else:

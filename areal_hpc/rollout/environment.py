@@ -58,7 +58,9 @@ def engine_cores_of_process(config: Config) -> str:
 
 
 @contextlib.contextmanager
-def engine_environment(cores: str, log: str, start_deadline_s: float) -> Iterator[None]:
+def engine_environment(
+    cores: str, log: str, start_deadline_s: float, *, deterministic: bool = False
+) -> Iterator[None]:
     """Around the start of an engine: what its processes must and must not inherit.
 
     Slurm signals every process of a step. The engine's processes have to outlive that
@@ -77,6 +79,10 @@ def engine_environment(cores: str, log: str, start_deadline_s: float) -> Iterato
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if deterministic:
+        # GPUs: kernels whose sums do not depend on the batch; CPU: no cutting of long attention
+        # over idle threads, which depends on it too.
+        changed |= {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
     before = {name: os.environ.get(name) for name in changed}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

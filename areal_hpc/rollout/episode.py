@@ -154,7 +154,16 @@ class EpisodeEngine:
     async def score(
         self, prompt: Prompt, responses: Sequence[str], truncated: Sequence[bool]
     ) -> list[RewardResult]:
-        return await self._services.rewards.score(prompt, responses, truncated)
+        """Raises RuntimeError in a deterministic run where a limit of time decided on a score."""
+        results = await self._services.rewards.score(prompt, responses, truncated)
+        if self._services.config.run.deterministic:
+            late = next((result.note for result in results if "timeout" in result.note), "")
+            if late:
+                raise RuntimeError(
+                    f"run.deterministic=true: the score of an answer to prompt {prompt.prompt_id} was decided by time "
+                    f"({late}): raise rewards.timeout_s={self._services.config.rewards.timeout_s:g}"
+                )
+        return results
 
     async def run_python(self, code: str, *, timeout_s: float) -> str:
         """Output of an untrusted program, its errors included, as a tool would show it."""

@@ -292,7 +292,8 @@ class RolloutWorker:
             group_id=lease.group_id,
             group_size=lease.group_size,
             sampling=lease.sampling,
-            seed_parts=(seed, "train", lease.group_id, lease.attempt),
+            # A deterministic run answers again what it would have answered before.
+            seed_parts=(seed, "train", lease.group_id, 1 if self._config.run.deterministic else lease.attempt),
             request_prefix=f"lease-{lease.lease_id}",
         )
         with self._telemetry.span("rollout.episode", group=lease.group_id, attempt=lease.attempt) as span:

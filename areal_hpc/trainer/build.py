@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import torch
 
@@ -29,6 +30,9 @@ def model_options(config: Config) -> ModelOptions:
 def build_engine(config: Config, place: Place, kind: type[MegatronTrainer] = MegatronTrainer) -> MegatronTrainer:
     """A model with its optimizer, holding the weights of model.path."""
     if config.run.deterministic:
+        # cuBLAS and NCCL read these when they are first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.use_deterministic_algorithms(True)
     optimizer = config.trainer.optimizer
     if kind is ValueModel and config.trainer.critic_lr:

@@ -36,7 +36,10 @@ BASE = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "scratch"
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "scratch")
+
+
+def make_tiny_model(folder: Path) -> Path:
     scratch = ScratchConfig(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=1024)
     make_scratch_model(SftConfig(seed=3, init=SftInitConfig(scratch=scratch)), folder)
     return folder

@@ -25,6 +25,7 @@ FORBIDDEN = {
     "data": HEAVY,
     "launch": HEAVY,
     "plan": HEAVY,
+    "replay": HEAVY,
     "controller": {"torch", "vllm", "megatron", "transformers"},
     "mpi": HEAVY,
 }
@@ -35,6 +36,7 @@ NOT_EACH_OTHER = {
     "spool": {"controller", "rollout", "trainer", "launch", "analysis"},
     "rewards": {"controller", "rollout", "trainer", "launch", "analysis"},
     "mpi": {"controller", "rollout", "trainer", "launch", "analysis", "spool"},
+    "replay": {"rollout"},
     "config": {"controller", "rollout", "trainer", "launch", "analysis", "spool", "mpi", "weights"},
 }
 

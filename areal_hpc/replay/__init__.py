@@ -1,0 +1,1 @@
+"""Training again from what a run recorded."""

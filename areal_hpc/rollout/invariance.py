@@ -1,0 +1,39 @@
+"""Whether an engine's answers depend on what it computes beside them. Called by `engine` in
+deterministic runs, before the engine serves.
+
+A stopped run answers the rest of a batch in other company than the run that was not
+stopped. Only where a token's log-probability does not change by that can both end with the
+same weights; it depends on the kernels, hence on the hardware, and is therefore tried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from areal_hpc.types import SamplingSpec
+
+if TYPE_CHECKING:
+    from areal_hpc.rollout.engine import Generation
+
+PROBES = 12
+"""Answers that are compared."""
+
+
+async def check_invariance(
+    answer: Callable[[list[int], SamplingSpec, str, int], Awaitable[Generation]], max_context: int
+) -> None:
+    """Answer some prompts one by one and all at once; RuntimeError if a bit differs."""
+    prompts = [[1 + (7 * n + k) % 97 for k in range(min(5 + 13 * n, max_context - 1))] for n in range(PROBES)]
+    specs = [SamplingSpec(min(8 + n, max_context - len(prompt))) for n, prompt in enumerate(prompts)]
+    calls = list(enumerate(zip(prompts, specs, strict=True)))
+    alone = [await answer(prompt, spec, f"alone-{n}", n) for n, (prompt, spec) in calls]
+    together = await asyncio.gather(*[answer(prompt, spec, f"together-{n}", n) for n, (prompt, spec) in calls])
+    for number, (one, other) in enumerate(zip(alone, together, strict=True)):
+        same = one.token_ids.tobytes() == other.token_ids.tobytes()
+        if not same or one.logprobs.tobytes() != other.logprobs.tobytes():
+            raise RuntimeError(
+                f"run.deterministic=true: on this hardware the engine's answer {number} of {PROBES} depends on what "
+                "is computed beside it: set run.deterministic=false or rollout.max_num_seqs=1"
+            )
