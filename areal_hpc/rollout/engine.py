@@ -21,7 +21,7 @@ import numpy as np
 
 from areal_hpc.config.schema import Config, Device, KvOnUpdate, OnUpdate
 from areal_hpc.rollout.environment import derive_seed, engine_environment
-from areal_hpc.rollout.invariance import check_invariance
+from areal_hpc.rollout.invariance import INVARIANCE, check_invariance
 from areal_hpc.types import SamplingSpec
 from areal_hpc.weights.transfer import resolve_backend
 
@@ -310,9 +310,8 @@ class RolloutEngine:
     def _construct(self) -> AsyncLLM:
         """In a thread of its own: takes as long as loading the model, and blocks signals meanwhile."""
         run = self._config.run
-        with engine_environment(
-            self._cores, str(self._log), run.start_deadline_s, deterministic=run.deterministic
-        ):
+        invariance = INVARIANCE[run.device.value] if run.deterministic else None
+        with engine_environment(self._cores, str(self._log), run.start_deadline_s, invariance):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

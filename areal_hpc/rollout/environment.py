@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ def engine_cores_of_process(config: Config) -> str:
 
 @contextlib.contextmanager
 def engine_environment(
-    cores: str, log: str, start_deadline_s: float, *, deterministic: bool = False
+    cores: str, log: str, start_deadline_s: float, invariance: Mapping[str, str] | None = None
 ) -> Iterator[None]:
     """Around the start of an engine: what its processes must and must not inherit.
 
@@ -79,10 +79,7 @@ def engine_environment(
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if deterministic:
-        # GPUs: kernels whose sums do not depend on the batch; CPU: no cutting of long attention
-        # over idle threads, which depends on it too.
-        changed |= {"VLLM_BATCH_INVARIANT": "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
+    changed |= invariance or {}
     before = {name: os.environ.get(name) for name in changed}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

@@ -17,6 +17,13 @@ from areal_hpc.types import SamplingSpec
 if TYPE_CHECKING:
     from areal_hpc.rollout.engine import Generation
 
+INVARIANCE = {
+    # Kernels whose sums do not depend on the batch.
+    "cuda": {"VLLM_BATCH_INVARIANT": "1"},
+    # Long attention is not cut over the threads that happen to be idle.
+    "cpu": {"VLLM_CPU_ATTN_SPLIT_KV": "0"},
+}
+"""Environment of a deterministic engine, by run.device."""
 PROBES = 12
 """Answers that are compared."""
 
