@@ -7,7 +7,7 @@ setup(
     version="0.1.0",
     description="Asynchronous reinforcement learning of reasoning models on supercomputers",
     packages=find_packages(include=["areal_hpc", "areal_hpc.*"]),
-    package_data={"areal_hpc": ["py.typed"]},
+    package_data={"areal_hpc": ["py.typed"], "areal_hpc.analysis": ["*.css"]},
     python_requires=">=3.11,<3.13",
     # vLLM's CPU and GPU builds bear different names and the CPU build asks for
     # packages that break it, so torch and vllm come from tools/requirements-*.txt.

@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   areal-hpc spool ls runs/quickstart
   areal-hpc plan configs/quickstart.yaml --from runs/quickstart
   areal-hpc status runs/quickstart --watch
+  areal-hpc report runs/quickstart -o report.html
 """
 
 
@@ -124,6 +125,8 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("-o", "--output", metavar="FOLDER", help="default: RUN-replay, beside the run folder")
     replay.set_defaults(command=_replay)
     commands.add_parser("status", help="how a run is: progress, speed, staleness, signs of life", add_help=False)
+    commands.add_parser("report", help="write an HTML file about one run or several", add_help=False)
+    commands.add_parser("trace", help="write a run as trace events for Perfetto", add_help=False)
     commands.add_parser("spool", help="list, show, verify, export and audit a run's trajectories", add_help=False)
     return parser
 
@@ -256,13 +259,31 @@ def _status(argv: list[str]) -> int:
     return status_main(argv)
 
 
+def _report(argv: list[str]) -> int:
+    from areal_hpc.analysis.report import main as report_main
+
+    return report_main(argv)
+
+
+def _trace(argv: list[str]) -> int:
+    from areal_hpc.analysis.trace import main as trace_main
+
+    return trace_main(argv)
+
+
 def _sft(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.sft import run_sft
 
     return run_sft(arguments.config, arguments.overrides)
 
 
-OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {"score": _score, "spool": _spool, "status": _status}
+OWN_PARSERS: dict[str, Callable[[list[str]], int]] = {
+    "score": _score,
+    "spool": _spool,
+    "status": _status,
+    "report": _report,
+    "trace": _trace,
+}
 """Commands that parse what follows their name themselves."""
 
 

@@ -79,6 +79,8 @@ class RunConfig:
     drain_deadline_s: float = 120.0
     """Longest wait for rollouts to commit and the trainer to save at a stop."""
     verbose: bool = False
+    wandb: bool = False
+    """Also write the figures of every step for Weights & Biases, offline, into the run folder."""
 
 
 @dataclass

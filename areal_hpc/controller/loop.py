@@ -21,6 +21,7 @@ from areal_hpc import runlock
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.admission import Admission
 from areal_hpc.controller.batcher import Batcher, ReadyGroup, choose_epoch, split_groups
+from areal_hpc.controller.boards import open_boards
 from areal_hpc.controller.evaluation import Evaluator
 from areal_hpc.controller.leases import LeaseBook, UnderWay
 from areal_hpc.controller.progress import Progress, RankSign, describe_batch
@@ -72,7 +73,7 @@ FRUITLESS_GROUPS = 1000
 def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry, stop: StopFlag = FLAG) -> None:
     """Control the run to its end, or drain it when a stop is requested."""
     with runlock.acquire(paths.lock, take_over=config.run.take_over) as lock:
-        progress = Progress(paths, ranks=_signs(world))
+        progress = Progress(paths, ranks=_signs(world), boards=open_boards(config, paths))
         try:
             controller = Controller(config, world, paths, telemetry, progress, stop)
         except StoppedEarly:
