@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import os
 import typing
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -172,6 +173,8 @@ def check_config(config: Config) -> None:
         if "{prompt}" not in dataset.template:
             raise ConfigError(f"{name}.template={dataset.template!r} does not contain {{prompt}}")
     check_rewards(config)
+    if config.run.wandb and find_spec("wandb") is None:
+        raise ConfigError("run.wandb=true needs the package wandb, which is not installed: install it, or set false")
 
 
 def check_rewards(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard, status.json and a line a step on the terminal.
+"""What a run tells: metrics.jsonl, boards, status.json and a line a step on the terminal.
 
 Owned by the controller's loop, which is the only writer of these files. A resumed run
 goes on in the same files; `attempt` tells repeated steps apart.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.controller.batcher import ReadyGroup
+from areal_hpc.controller.boards import Board, TensorBoard
 from areal_hpc.durable import disk_full
 from areal_hpc.messages import RolloutStatus
 from areal_hpc.paths import RunPaths
@@ -26,25 +27,6 @@ HEADER = (
     f"{'step':>6} {'version':>7} {'reward':>7} {'accuracy':>8} {'gen tok/s':>9} {'train tok/s':>11} "
     f"{'staleness':>11} {'wait s':>6} {'gap':>8}"
 )
-
-
-class TensorBoard:
-    """Scalars in TensorBoard's own format, without torch or tensorflow."""
-
-    def __init__(self, folder: str) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(folder, flush_secs=10)
-
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 @dataclass
@@ -87,13 +69,14 @@ def cut_torn_line(path: Path) -> None:
 class Progress:
     """Collects rates and writes; knows nothing of decisions."""
 
-    def __init__(self, paths: RunPaths, *, ranks: dict[int, RankSign]) -> None:
-        """`ranks` by world rank."""
+    def __init__(self, paths: RunPaths, *, ranks: dict[int, RankSign], boards: Sequence[Board] = ()) -> None:
+        """`ranks` by world rank; `boards` are shown the same numbers as TensorBoard."""
         self._paths = paths
         self._attempt = 1
         self.ranks = ranks
         cut_torn_line(paths.metrics)
-        self._board: TensorBoard | None = None
+        self._boards = list(boards)
+        self._has_tensorboard = False
         self._generated: dict[int, int] = {}
         self._tokens = 0
         self._rate_mark = (time.monotonic(), 0)
@@ -187,11 +170,13 @@ class Progress:
             raise disk_full(error, self._paths.metrics, len(str(record))) or error from None
 
     def _scalars(self, record: dict[str, Any], step: int) -> None:
-        if self._board is None:
-            self._board = TensorBoard(str(self._paths.tensorboard))
-        self._board.scalars(
-            {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}, step
-        )
+        if not self._has_tensorboard:
+            # At the first number, so that a start that fails leaves no empty file.
+            self._boards.append(TensorBoard(str(self._paths.tensorboard)))
+            self._has_tensorboard = True
+        values = {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
+        for board in self._boards:
+            board.scalars(values, step)
 
     # ---- status ------------------------------------------------------------------
 
@@ -224,5 +209,5 @@ class Progress:
         )
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()

@@ -1,0 +1,83 @@
+"""Where a run's numbers are shown beside its own files: TensorBoard, and Weights & Biases if wanted.
+
+Owned by `progress`, which hands over one record a step or evaluation. Both write into the
+run folder only; nothing here reaches out to a network.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from areal_hpc.config.schema import Config
+from areal_hpc.paths import RunPaths
+
+
+class Board(Protocol):
+    def scalars(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Scalars in TensorBoard's own format, without torch or tensorflow."""
+
+    def __init__(self, folder: str) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(folder, flush_secs=10)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class OfflineWandb:
+    """A run of Weights & Biases in its offline mode: `wandb sync RUN/wandb/offline-run-*` sends it later.
+
+    Each attempt at a run is a run of its own, all in one group; trouble ends the board, not the run.
+    """
+
+    def __init__(self, config: Config, paths: RunPaths) -> None:
+        import wandb
+        from omegaconf import OmegaConf
+
+        quiet = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
+            x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
+        )  # fmt: skip
+        self._run: Any = wandb.init(
+            mode="offline",
+            dir=str(paths.root),
+            project="areal_hpc",
+            name=config.run.name,
+            group=config.run.name,
+            config=OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True),
+            settings=quiet,
+        )
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(values), step=step)
+        except Exception as error:  # a library of somebody else's, beside the run
+            logging.getLogger(__name__).warning("wandb stopped: %s", error)
+            self._run = None
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def open_boards(config: Config, paths: RunPaths) -> list[Board]:
+    """The boards beside TensorBoard. Called while the ranks load: wandb takes seconds to begin."""
+    return [OfflineWandb(config, paths)] if config.run.wandb else []
