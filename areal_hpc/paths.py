@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,14 +125,36 @@ class RunPaths:
         for folder in (self.root, self.logs, self.telemetry, self.spool, self.checkpoints, self.evals):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
+    def outward_links(self) -> Iterator[Path]:
+        """Symbolic links in the run folder, down to the shards, that lead out of it.
+
+        What is written below the folder must land there; the folder itself may be a link.
+        """
+        pending = [(str(self.root), 0)]
+        while pending:
+            folder, depth = pending.pop()
+            try:
+                entries = list(os.scandir(folder))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for entry in entries:
+                if entry.is_symlink():
+                    if not self._is_inside(os.path.realpath(entry.path)):
+                        yield Path(entry.path)
+                elif depth < 2 and entry.is_dir():
+                    pending.append((entry.path, depth + 1))
+
     def relative(self, path: Path) -> str:
         """`path` relative to the run folder; ValueError if it lies outside."""
         return str(Path(path).relative_to(self.root))
 
     def resolve_inside(self, relative: str) -> Path:
         """The path a message or manifest names, refused if it would leave the run folder."""
-        root = os.path.realpath(self.root)
-        path = os.path.realpath(os.path.join(root, relative))
-        if path != root and not path.startswith(root + os.sep):
+        path = os.path.realpath(os.path.join(os.path.realpath(self.root), relative))
+        if not self._is_inside(path):
             raise ValueError(f"path {relative!r} leaves the run folder {self.root}")
         return Path(path)
+
+    def _is_inside(self, path: str) -> bool:
+        root = os.path.realpath(self.root)
+        return path == root or path.startswith(root + os.sep)

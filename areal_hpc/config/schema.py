@@ -27,6 +27,11 @@ class OnExisting(str, Enum):
     resume = "resume"
 
 
+class OnChange(str, Enum):
+    refuse = "refuse"
+    restart = "restart"
+
+
 class OnUpdate(str, Enum):
     interrupt = "interrupt"
     drain = "drain"
@@ -130,6 +135,9 @@ class DataConfig:
     shuffle: bool = True
     epochs: int = 0
     """Times each prompt is used; 0 repeats until run.total_steps."""
+    on_change: OnChange = OnChange.refuse
+    """When a resumed run finds other training prompts, or another order, than before: refuse, or restart:
+    go on from the checkpoint with the new prompts from their beginning; answers to the old ones are left out."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ them is sent. A torn last line is cut; a damaged line elsewhere is an error that
 
 Kinds and their fields:
     run         attempt, train_step (the checkpoint it goes on from), data, config (digests),
+                settings (every key of the configuration), first_group (of the present prompts),
                 batch_size, group_size, max_staleness, num_prompts, time
     admitted    group, epoch, version (served)
     committed   path, digest, groups [{group, epoch, rows}]
@@ -99,14 +100,29 @@ def read_ledger(path: Path, *, repair: bool = False) -> Iterator[dict]:
             good += len(line)
 
 
-def num_attempts(path: Path) -> int:
-    """How often the run was begun, from its journal; the torn record of a kill does not count."""
+def read_runs(path: Path) -> Iterator[dict]:
+    """The `run` record of each attempt; the torn record of a kill does not count."""
     if not path.exists():
-        return 0
+        return
     begun = b'{"k":"run",'
     with open(path, "rb") as file:
-        # Without a look into the other records: there may be millions of them.
-        return sum(line.startswith(begun, CHECKSUM_BYTES + 1) and parse_line(line) is not None for line in file)
+        for line in file:
+            # Without a look into the other records: there may be millions of them.
+            if line.startswith(begun, CHECKSUM_BYTES + 1) and (record := parse_line(line)) is not None:
+                yield record
+
+
+def num_attempts(path: Path) -> int:
+    """How often the run was begun, from its journal."""
+    return sum(1 for _ in read_runs(path))
+
+
+def last_run(path: Path) -> dict | None:
+    """The newest attempt's `run` record, None before the first."""
+    found = None
+    for found in read_runs(path):
+        pass
+    return found
 
 
 def parse_line(line: bytes) -> dict | None:

@@ -24,6 +24,7 @@ from areal_hpc.controller.batcher import Batcher, ReadyGroup, choose_epoch, spli
 from areal_hpc.controller.boards import open_boards
 from areal_hpc.controller.evaluation import Evaluator
 from areal_hpc.controller.leases import LeaseBook, UnderWay
+from areal_hpc.controller.ledger import last_run
 from areal_hpc.controller.progress import Progress, RankSign, describe_batch
 from areal_hpc.controller.prompts import PromptCursor
 from areal_hpc.controller.recovery import TOO_OLD, Recovered, committed_record
@@ -32,7 +33,6 @@ from areal_hpc.controller.shutdown import drain, let_everybody_go
 from areal_hpc.controller.staleness import StalenessBudget
 from areal_hpc.controller.startup import (
     StoppedEarly,
-    check_prompts,
     connect_weights,
     open_ledger,
     staleness_bound,
@@ -40,6 +40,7 @@ from areal_hpc.controller.startup import (
 )
 from areal_hpc.controller.trainers import Trainers
 from areal_hpc.data.datasets import load_prompt_sets
+from areal_hpc.data.identity import check_prompts
 from areal_hpc.messages import (
     BatchRefused,
     CheckpointSaved,
@@ -112,7 +113,7 @@ class Controller:
         self.telemetry, self.progress = telemetry, progress
         self.eta = staleness_bound(config)
         self.prompts = load_prompt_sets(config.data)
-        check_prompts(config, paths, self.prompts)
+        check_prompts(config, last_run(paths.ledger), self.prompts)
         ready = wait_for_ranks(config, world, progress, stop)
         connect_weights(config, world, progress, ready.train_step)
         self.ledger, past = open_ledger(config, paths, self.prompts, ready.train_step, progress)
@@ -149,6 +150,7 @@ class Controller:
             shuffle=config.data.shuffle,
             epochs=config.data.epochs,
             position=past.position,
+            first=past.first_group,
         )
         budget = StalenessBudget(config.trainer.batch_size, self.eta)
         return Admission(

@@ -22,13 +22,13 @@ class PromptCursor:
     """A position in an endless (or `epochs` long) sequence of prompts; the position is its whole state."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, epochs: int, position: int = 0
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, epochs: int, position: int = 0, first: int = 0
     ) -> None:
-        """`epochs` 0 is endless."""
+        """`epochs` 0 is endless. `first`: where these prompts begin, a multiple of their number."""
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._end = epochs * len(prompts) if epochs else None
+        self._end = first + epochs * len(prompts) if epochs else None
         self.position = position
         self._orders: dict[int, list[int]] = {}
 

@@ -27,6 +27,8 @@ from areal_hpc.types import ShardRow
 
 log = logging.getLogger(__name__)
 
+OTHER_DATA = "the prompts changed"
+"""Reason why groups of earlier prompts are left out."""
 TOO_OLD = "too old"
 """Reason of a discard that going back to an earlier checkpoint undoes."""
 
@@ -35,7 +37,8 @@ TOO_OLD = "too old"
 class Recovered:
     """State of a run at a checkpoint, with everything committed since.
 
-    position: of the prompt cursor. ready: groups that the surviving history has not
+    position: of the prompt cursor. first_group: of the present prompts; groups before it
+    belong to earlier ones. settings: of the last attempt. ready: groups that the surviving history has not
     consumed. in_flight: ids of groups that were admitted and have no result, to be asked
     again. consumed: group id -> training step. digests: of every shard in the journal.
     num_returned: groups consumed after the checkpoint, available again. evaluated: steps.
@@ -43,7 +46,8 @@ class Recovered:
 
     attempt: int = 0
     data: str = ""
-    config: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    first_group: int = 0
     position: int = 0
     ready: dict[int, ReadyGroup] = field(default_factory=dict)
     in_flight: list[int] = field(default_factory=list)
@@ -72,7 +76,10 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
     for record in records:
         match record["k"]:
             case "run":
-                state.attempt, state.data, state.config = record["attempt"], record["data"], record["config"]
+                state.attempt, state.data = record["attempt"], record["data"]
+                state.settings = record.get("settings", {})
+                state.first_group = record.get("first_group", 0)
+                state.position = max(state.position, state.first_group)
                 go_back(record["train_step"])
             case "admitted":
                 admitted.add(record["group"])
@@ -136,6 +143,32 @@ def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str
     by_path: dict[str, list[int]] = {}
     for group in state.ready.values():
         by_path.setdefault(group.path, []).append(group.group_id)
+def begin_other_prompts(state: Recovered, num_prompts: int) -> None:
+    """Put the cursor to the beginning of new prompts.
+
+    Group ids go on: the next multiple of their number, so that a group's id still says
+    which prompt in which epoch it is.
+    """
+    state.first_group = state.position = -(-state.position // num_prompts) * num_prompts
+
+
+def leave_earlier_prompts(state: Recovered, ledger: Ledger) -> int:
+    """Journal groups of earlier prompts as left out, answered or not; returns their number.
+
+    At every start, not only when the prompts change: a step back may bring more of them.
+    """
+    answered = [group for group in state.ready if group < state.first_group]
+    unanswered = [group for group in state.in_flight if group < state.first_group]
+    for group in answered:
+        del state.ready[group]
+    state.in_flight = [group for group in state.in_flight if group >= state.first_group]
+    if answered:
+        ledger.add("discarded", groups=answered, train_step=0, reason=OTHER_DATA)
+    if unanswered:
+        ledger.add("dropped", groups=unanswered, reason=OTHER_DATA)
+    return len(answered) + len(unanswered)
+
+
     num_lost = 0
     for relative, groups in by_path.items():
         path = paths.resolve_inside(relative)

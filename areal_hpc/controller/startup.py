@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import dataclass
 
+from areal_hpc.config.changes import describe_changes, settings
 from areal_hpc.config.load import config_digest
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.ledger import Ledger, read_ledger
 from areal_hpc.controller.progress import Progress
-from areal_hpc.controller.recovery import Recovered, adopt_orphans, replay_ledger, verify_shards
+from areal_hpc.controller.recovery import (
+    Recovered,
+    adopt_orphans,
+    begin_other_prompts,
+    leave_earlier_prompts,
+    replay_ledger,
+    verify_shards,
+)
 from areal_hpc.data.datasets import PromptSets
+from areal_hpc.data.identity import prompts_identity
 from areal_hpc.messages import (
     ConnectWeights,
     EngineRestarted,
@@ -48,22 +56,6 @@ class Ready:
 def staleness_bound(config: Config) -> int:
     """eta; the synchronous system is the same one with eta = 0."""
     return 0 if config.run.mode.value == "sync" else config.algorithm.max_staleness
-
-
-def prompts_identity(config: Config, prompts: PromptSets) -> str:
-    """Digest of the training prompts and of their order: what a prompt cursor means."""
-    order = f"{prompts.digest} seed {config.run.seed} shuffle {config.data.shuffle}"
-    return hashlib.sha256(order.encode()).hexdigest()
-
-
-def check_prompts(config: Config, paths: RunPaths, prompts: PromptSets) -> None:
-    """Raises ValueError if the run in this folder was begun with other prompts, or in another order."""
-    first = next((record for record in read_ledger(paths.ledger) if record["k"] == "run"), None)
-    if first is not None and first["data"] != prompts_identity(config, prompts):
-        raise ValueError(
-            "data.train, run.seed or data.shuffle is not what this run began with: restore it, or start "
-            "another run with a run.folder of its own"
-        )
 
 
 def wait_for_ranks(config: Config, world: World, progress: Progress, stop: StopFlag) -> Ready:
@@ -141,32 +133,42 @@ def open_ledger(
     """Read the journal of earlier attempts, look after their shards and begin this attempt."""
     state = replay_ledger(read_ledger(paths.ledger, repair=True), train_step)
     ledger = Ledger(paths.ledger)
-    digest = config_digest(config)
-    changed = bool(state.config) and state.config != digest
+    identity, values, num_prompts = prompts_identity(config, prompts), settings(config), len(prompts.train)
+    changes = describe_changes(state.settings, values) if state.settings else []
+    restarted = bool(state.data) and state.data != identity
+    if restarted:
+        begin_other_prompts(state, num_prompts)
     state.attempt += 1
     ledger.add(
         "run",
         attempt=state.attempt,
         train_step=train_step,
-        data=prompts_identity(config, prompts),
-        config=digest,
+        data=identity,
+        config=config_digest(config),
+        settings=values,
+        first_group=state.first_group,
         batch_size=config.trainer.batch_size,
         group_size=config.rollout.group_size,
         max_staleness=staleness_bound(config),
         overlap=config.weights.overlap,
-        num_prompts=len(prompts.train),
+        num_prompts=num_prompts,
         time=time.time(),
     )
     progress.set_attempt(state.attempt)
-    if changed:
-        progress.event(f"the configuration changed since the last attempt; it holds from step {train_step} on")
+    if changes:
+        progress.event(f"changed since the last attempt, from step {train_step} on: {'; '.join(changes)}")
     if state.attempt > 1:
+        num_left = leave_earlier_prompts(state, ledger)
+        if restarted:
+            progress.event(
+                f"warning: the training prompts or their order changed (digest {identity[:12]}): they begin anew at "
+                f"step {train_step}; {num_left} groups of the earlier ones are left out"
+            )
         run_id = config.run.name
         num_lost = verify_shards(state, ledger, paths, run_id)
         num_adopted = adopt_orphans(
-            state, ledger, paths, run_id,
-            group_size=config.rollout.group_size, num_prompts=len(prompts.train),
-        )  # fmt: skip
+            state, ledger, paths, run_id, group_size=config.rollout.group_size, num_prompts=num_prompts
+        )
         progress.event(
             f"attempt {state.attempt} goes on from step {train_step}: {len(state.ready)} groups ready "
             f"({state.num_returned} of them consumed after the checkpoint, {num_adopted} found in the spool), "

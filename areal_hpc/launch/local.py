@@ -32,7 +32,7 @@ def run_local(config_path: str, overrides: list[str]) -> int:
     """Check, start, follow and end a run; returns the exit code."""
     config = load_config(config_path, overrides)
     found = check_files(config)
-    resumed = check_run_folder(config)
+    resumed = check_run_folder(config, found.prompts)
     paths = RunPaths(Path(config.run.folder).expanduser().resolve())
     paths.create()
     save_config(config, paths.config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from areal_hpc.config.load import ConfigError, config_digest, read_config
 from areal_hpc.config.schema import Config, OnExisting
 from areal_hpc.data.datasets import PromptSets, load_prompt_sets
+from areal_hpc.data.identity import check_prompts
 from areal_hpc.paths import RunPaths
 
 PROMPT_SAMPLE = 20_000
@@ -123,12 +124,20 @@ def check_prompt_lengths(config: Config, prompts: PromptSets) -> int:
     return longest
 
 
-def check_run_folder(config: Config) -> bool:
+def check_run_folder(config: Config, prompts: PromptSets) -> bool:
     """Whether the run folder already holds this run and may be resumed.
 
-    Raises ConfigError when it holds another run, or this one and run.on_existing is refuse.
+    Raises ConfigError when it holds another run, or this one and run.on_existing is refuse,
+    or this one with other prompts, and when a link in it leads outside.
     """
+    from areal_hpc.controller.ledger import last_run
+
     paths = RunPaths(Path(config.run.folder).expanduser())
+    for link in paths.outward_links():
+        raise ConfigError(
+            f"{link} is a symbolic link to {link.resolve()}, outside the run folder: the run would write there; "
+            "remove it, or choose another run.folder"
+        )
     if not paths.config.exists():
         if paths.root.exists() and not paths.root.is_dir():
             raise ConfigError(f"run.folder={config.run.folder} is a file")
@@ -146,4 +155,5 @@ def check_run_folder(config: Config) -> bool:
             f"run.folder={config.run.folder} holds another run ({before.run.name!r} of {before.model.path}, "
             f"digest {config_digest(before)[:12]}); choose another run.folder"
         )
+    check_prompts(config, last_run(paths.ledger), prompts)
     return True

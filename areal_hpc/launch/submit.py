@@ -73,8 +73,7 @@ def _load(config_path: str, overrides: list[str]) -> tuple[Config, Site, RunPath
 
 
 def _prepare(config: Config, paths: RunPaths) -> None:
-    check_files(config)
-    check_run_folder(config)
+    check_run_folder(config, check_files(config).prompts)
     paths.create()
     paths.slurm.mkdir(mode=0o700, exist_ok=True)
     save_config(config, paths.config)
@@ -86,8 +85,7 @@ def _show(config: Config, site: Site, paths: RunPaths) -> int:
     print(render_script(config, plan, site, log=str(paths.slurm / "%j_0_log.out"), command=command))
     print(plan.describe())
     try:
-        check_files(config)
-        check_run_folder(config)
+        check_run_folder(config, check_files(config).prompts)
     except ConfigError as error:
         print(f"warning: submit would refuse this here: {error}", file=sys.stderr)
     return 0

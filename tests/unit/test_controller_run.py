@@ -15,6 +15,8 @@ import pytest
 import controller_world
 from areal_hpc.analysis.audit import audit
 from areal_hpc.controller import loop, progress, shutdown, startup
+from areal_hpc.config.errors import ConfigError
+from areal_hpc.config.schema import OnChange, OnExisting
 from areal_hpc.controller.ledger import read_ledger
 from areal_hpc.messages import Publish, SaveCheckpoint, TrainBatch
 from areal_hpc.paths import RunPaths
@@ -191,17 +193,64 @@ def test_a_changed_number_of_rollouts_or_batch_size_is_no_obstacle(go):
 
 def test_a_changed_dataset_or_seed_is_refused(go):
     go(Faults(stop_at=40))
-    with pytest.raises(ValueError, match="data.train, run.seed or data.shuffle"):
+    with pytest.raises(ConfigError, match=r"data.train, run.seed or data.shuffle .*digest \w{12}.*data.on_change=restart"):
         go(num_prompts=13)
-    with pytest.raises(ValueError, match="not what this run began with"):
+    with pytest.raises(ConfigError, match="not what this run was last started with"):
         go(run__seed=1)
     assert go().train_step == 6
 
 
-def test_changed_options_are_told(go, printed):
+@pytest.mark.parametrize("num_prompts", [7, 30])
+@pytest.mark.parametrize("turn", [20, 60])
+def test_changed_data_begin_anew_on_request(go, printed, num_prompts, turn):
+    """24 prompts, then others: each of these is trained once an epoch, none of the first is any more."""
+    first = go(Faults(stop_at=turn), num_prompts=24, run__total_steps=100)
+    step = first.train_step
+    options = {"num_prompts": num_prompts, "data__epochs": 2, "run__total_steps": 100, "run__seed": 5}
+    second = go(seed=1, data__on_change=OnChange.restart, **options)
+    later = [sample for done in second.history[step:] for sample in done.samples]
+    begin = min(group for group, _ in later)
+    assert begin % num_prompts == 0 and begin > max((group for group, _ in samples(first)), default=-1)
+    assert sorted(later) == [(group, k) for group in range(begin, begin + 2 * num_prompts) for k in range(2)]
+    assert any("warning: the training prompts or their order changed (digest " in line for line in printed)
+    # From now on these are the run's prompts: no question, no warning.
+    printed.clear()
+    third = go(seed=2, **options)
+    assert third.history == second.history and not any("begin anew" in line for line in printed)
+
+
+def test_a_step_back_behind_a_change_of_data_does_not_bring_the_old_prompts_back(go):
+    first = go(Faults(stop_at=60), num_prompts=24, checkpoint__every=1, run__total_steps=100)
+    assert first.train_step >= 3
+    options = {"num_prompts": 9, "data__epochs": 1, "run__total_steps": 100, "data__on_change": OnChange.restart}
+    go(Faults(crash_at=40), seed=1, crash=True, **options)
+    for step in [step for step in first.disk.checkpoints if step > 1]:
+        del first.disk.checkpoints[step]  # found damaged
+    world = go(seed=2, **options)
+    assert world.history[:1] == first.history[:1]
+    begin = [record for record in read_ledger(world.paths.ledger) if record["k"] == "run"][-1]["first_group"]
+    later = sorted(sample for done in world.history[1:] for sample in done.samples)
+    assert begin in (27, 36) and later == [(group, k) for group in range(begin, begin + 9) for k in range(2)]
+
+
+def test_changed_options_are_named_and_journalled(go, printed):
     go(Faults(stop_at=40))
-    go(algorithm__clip_eps=0.3)
-    assert any("the configuration changed" in line for line in printed)
+    world = go(algorithm__clip_eps=0.3, trainer__batch_size=12, run__on_existing=OnExisting.resume)
+    (line,) = [line for line in printed if "changed since the last attempt" in line]
+    assert line == (
+        f"changed since the last attempt, from step {first_step(world)} on: "
+        "trainer.batch_size 8 -> 12; algorithm.clip_eps 0.2 -> 0.3"
+    )
+    runs = [record for record in read_ledger(world.paths.ledger) if record["k"] == "run"]
+    assert [record["settings"]["algorithm.clip_eps"] for record in runs] == [0.2, 0.3]
+    printed.clear()
+    go(algorithm__clip_eps=0.3, trainer__batch_size=12, run__on_existing=OnExisting.resume)
+    assert not any("changed since" in line for line in printed)
+
+
+def first_step(world: FakeWorld) -> int:
+    """The step that the last attempt went on from."""
+    return [record for record in read_ledger(world.paths.ledger) if record["k"] == "run"][-1]["train_step"]
 
 
 def test_a_finished_run_started_again_does_nothing(go):
@@ -343,7 +392,6 @@ def test_nothing_is_published_while_an_evaluation_runs(go):
 
 def test_a_second_controller_is_kept_out_of_the_folder(tmp_path, printed):
     from areal_hpc import runlock
-    from areal_hpc.config.errors import ConfigError
 
     config = make_config(tmp_path)
     world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)

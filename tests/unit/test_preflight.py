@@ -9,7 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from areal_hpc.cli import main
 from areal_hpc.config.load import ConfigError, load_config, save_config
 from areal_hpc.launch.local import role_environments
+from areal_hpc.controller.ledger import Ledger
+from areal_hpc.data.identity import prompts_identity
 from areal_hpc.launch.preflight import check_files, check_run_folder, count_parameters
+from areal_hpc.paths import RunPaths
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 9,
@@ -80,22 +83,77 @@ def test_run_refuses_before_anything_starts(config_file, capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_with_a_run_is_refused_or_resumed_but_never_overwritten(config_file, tmp_path, capsys):
+def check_folder(config_file: Path, *overrides: str) -> bool:
+    config = load_config(config_file, list(overrides))
+    return check_run_folder(config, check_files(config).prompts)
+
+
+@pytest.fixture
+def run(config_file, tmp_path) -> RunPaths:
+    """A folder with a run that was begun with the configuration's prompts."""
+    paths = RunPaths(tmp_path / "run")
+    paths.create()
     config = load_config(config_file)
-    assert check_run_folder(config) is False
-    (tmp_path / "run").mkdir()
-    save_config(config, tmp_path / "run" / "config.yaml")
+    save_config(config, paths.config)
+    ledger = Ledger(paths.ledger)
+    ledger.add("run", attempt=1, train_step=0, data=prompts_identity(config, check_files(config).prompts))
+    ledger.close()
+    return paths
+
+
+def test_a_folder_with_a_run_is_refused_or_resumed_but_never_overwritten(config_file, run, capsys):
     assert "already holds a run" in refused(capsys, "run", str(config_file))
-    assert check_run_folder(load_config(config_file, ["run.on_existing=resume"])) is True
+    assert check_folder(config_file, "run.on_existing=resume") is True
     with pytest.raises(ConfigError, match="holds another run"):
-        check_run_folder(load_config(config_file, ["run.on_existing=resume", "run.name=other"]))
+        check_folder(config_file, "run.on_existing=resume", "run.name=other")
+
+
+def test_a_folder_that_is_not_there_is_a_new_run(config_file):
+    assert check_folder(config_file) is False
+
+
+@pytest.mark.parametrize("change", ["data.train.size=39", "run.seed=1", "data.shuffle=false", "content"])
+def test_other_prompts_are_refused_on_the_login_node_and_begun_on_request(config_file, run, capsys, tmp_path, change):
+    overrides = ["run.on_existing=resume"]
+    if change == "content":
+        data = tmp_path / "data.jsonl"
+        data.write_text(data.read_text().replace('"answer": "7"', '"answer": "8"'))
+    else:
+        overrides.append(change)
+    message = refused(capsys, "run", str(config_file), *overrides)
+    assert "data.train, run.seed or data.shuffle is not what this run was last started with" in message
+    assert "data.on_change=restart" in message
+    assert check_folder(config_file, *overrides, "data.on_change=restart") is True
+
+
+@pytest.mark.parametrize("name", ["spool", "spool/rollout-00000", "metrics.jsonl", "logs/controller-00000.log"])
+def test_a_link_that_leads_out_of_the_run_folder_is_refused(config_file, run, capsys, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    link = run.root / name
+    if link.is_dir():
+        link.rmdir()
+    link.symlink_to(outside)
+    message = refused(capsys, "run", str(config_file), "run.on_existing=resume")
+    assert f"{link} is a symbolic link to {outside}" in message
+    link.unlink()
+    (run.root / "elsewhere").mkdir()
+    link.symlink_to(run.root / "elsewhere")  # it stays inside
+    assert check_folder(config_file, "run.on_existing=resume") is True
+
+
+def test_the_run_folder_itself_may_be_a_link(config_file, run, tmp_path):
+    moved = tmp_path / "scratch"
+    run.root.rename(moved)
+    run.root.symlink_to(moved)
+    assert check_folder(config_file, "run.on_existing=resume") is True
 
 
 def test_a_folder_with_foreign_files_is_refused(config_file, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
     with pytest.raises(ConfigError, match="not empty"):
-        check_run_folder(load_config(config_file, ["run.on_existing=resume"]))
+        check_folder(config_file, "run.on_existing=resume")
 
 
 def test_parameter_count_is_that_of_transformers():
