@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.colors import to_rgb  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
 
@@ -73,15 +74,16 @@ def curves(runs: list[RunData]) -> Drawn:
             single = len(runs) == 1
             axes.plot(place(run, run.history.steps), run.column("reward_mean"), lw=1.3,
                       color=REWARD if single else colour, alpha=1.0 if single else 0.55,
-                      label="reward, mean of each batch" if single else None)  # fmt: skip
+                      label=_label(runs, run, "reward, mean of each batch"))  # fmt: skip
             axes.plot(place(run, run.history.evals), [record["accuracy"] for record in run.history.evals.values()],
                       "o-", ms=4, color=ACCURACY if single else colour,
-                      label="held-out accuracy" if single else f"{run.label}: held-out accuracy (thin: reward)")  # fmt: skip
+                      label=_label(runs, run, "held-out accuracy"))  # fmt: skip
         axes.set_xlabel(label)
         _restarts(axes, runs, label)
     panels[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     panels[0].set_ylabel("reward, accuracy")
-    _legend_above(figure, panels[0])
+    handles, texts = panels[0].get_legend_handles_labels()
+    _legend(figure, runs, handles, texts)
     gaps = [run for run in runs if run.history.clock.gaps_s > 60]
     return Drawn("curves", "Reward and held-out accuracy",
                  "Reward is the mean over the samples of each training batch; accuracy is measured on held-out prompts "
@@ -95,23 +97,22 @@ def speed(runs: list[RunData]) -> Drawn:
     figure, (rates, waits) = _figure(2, 2.5)
     for run, colour in _coloured(runs):
         single = len(runs) == 1
-        prefix = "" if single else f"{run.label}: "
         rates.plot(run.steps, run.column("gen_tokens_per_s"), color=ROLLOUT if single else colour, ls="-",
-                   label=f"{prefix}generated")  # fmt: skip
+                   label=_label(runs, run, "generated"))  # fmt: skip
         rates.plot(run.steps, [sums.num_answer_tokens / seconds if seconds else math.nan for sums, seconds in
                                zip(run.sums(), run.column("step_seconds"), strict=True)],
-                   color=TRAINER if single else colour, ls="-" if single else "--", label=f"{prefix}trained")  # fmt: skip
+                   color=TRAINER if single else colour, ls="-" if single else "--", label=_label(runs, run, "trained"))  # fmt: skip
         waits.plot(run.steps, run.column("step_seconds"), color=MUTED if single else colour,
-                   label=f"{prefix}whole step")  # fmt: skip
+                   label=_label(runs, run, "whole step"))  # fmt: skip
         waits.plot(run.steps, run.column("trainer/seconds"), color=TRAINER if single else colour, lw=1.1, ls="--",
-                   label=f"{prefix}training")  # fmt: skip
+                   label=_label(runs, run, "training"))  # fmt: skip
         waits.plot(run.steps, run.column("wait_s"), color="#c2405a" if single else colour, lw=1.1, ls=":",
-                   label=f"{prefix}waiting for samples")  # fmt: skip
+                   label=_label(runs, run, "waiting for samples"))  # fmt: skip
     _robust_top(waits, [value for run in runs for value in run.column("step_seconds")])
     _robust_top(rates, [value for run in runs for value in run.column("gen_tokens_per_s")], floor=1.3)
     rates.set_ylabel("answer tokens per second")
     waits.set_ylabel("seconds per training step")
-    _by_step(rates, waits)
+    _by_step(runs, rates, waits)
     return Drawn("speed", "Speed of both sides",
                  "Answer tokens per second of wall time between the ends of consecutive steps, and how long steps "
                  "took. The first step holds the start-up and may lie outside the axis.", figure)  # fmt: skip
@@ -127,14 +128,14 @@ def staleness(runs: list[RunData]) -> Drawn:
         count = sum(total.values())
         places = [value + (index - (len(runs) - 1) / 2) * width for value in range(top + 1)]
         axes.bar(places, [total[value] / count if count else 0.0 for value in range(top + 1)], width * 0.92,
-                 color=colour if len(runs) > 1 else TRAINER, label=run.label)  # fmt: skip
-        trend.plot(run.steps, run.column("staleness_mean"), color=colour, label=f"{_prefix(runs, run)}mean")
+                 color=colour)  # fmt: skip
+        trend.plot(run.steps, run.column("staleness_mean"), color=colour, label=_label(runs, run, "mean"))
         trend.plot(run.steps, run.column("staleness_max"), color=colour, lw=1.0, ls=":",
-                   label=f"{_prefix(runs, run)}largest")  # fmt: skip
+                   label=_label(runs, run, "largest"))  # fmt: skip
     for bound in {run.history.bound for run in runs}:
         axes.axvline(bound + 0.5, color="#c2405a", lw=1.2, ls="--")
-        axes.text(bound + 0.45, axes.get_ylim()[1], f"bound η = {bound}", color="#c2405a", ha="right", va="top",
-                  fontsize=8.5)  # fmt: skip
+        axes.text(bound + 0.5, 1.02, f"bound η = {bound}", color="#c2405a", ha="right", va="bottom", fontsize=8.5,
+                  transform=axes.get_xaxis_transform())  # fmt: skip
         trend.axhline(bound, color="#c2405a", lw=1.0, ls="--")
     axes.set_xlabel("staleness of a sample (versions)")
     axes.set_ylabel("share of trained samples")
@@ -143,9 +144,7 @@ def staleness(runs: list[RunData]) -> Drawn:
     axes.grid(axis="x", visible=False)
     trend.set_ylabel("staleness (versions)")
     trend.set_ylim(bottom=0)
-    _by_step(trend)
-    if len(runs) > 1:
-        axes.legend(loc="upper left")
+    _by_step(runs, trend)
     return Drawn("staleness", "Staleness",
                  "Version trained from minus the version of a sample's oldest token, for every trained sample. "
                  "Admission keeps it within the bound (dashed).", figure)  # fmt: skip
@@ -156,15 +155,15 @@ def lengths(runs: list[RunData]) -> Drawn:
     figure, (axes, cut) = _figure(2, 2.5)
     for run, colour in _coloured(runs):
         sums = run.sums()
-        prefix, single = _prefix(runs, run), len(runs) == 1
+        single = len(runs) == 1
         mean = [step.num_answer_tokens / step.num_samples if step.num_samples else math.nan for step in sums]
-        axes.plot(run.steps, mean, color=colour, label=f"{prefix}mean")
+        axes.plot(run.steps, mean, color=colour, label=_label(runs, run, "mean"))
         if single:
             low, high = ([quantile(step.lengths, share) for step in sums] for share in (0.1, 0.9))
             axes.fill_between(run.steps, low, high, color=colour, alpha=0.15, lw=0, label="10 % to 90 %")
-        axes.plot(run.steps, [step.longest for step in sums], color=colour, lw=1.0, ls=":", label=f"{prefix}longest")
+        axes.plot(run.steps, [step.longest for step in sums], color=colour, lw=1.0, ls=":", label=_label(runs, run, "longest"))
         cut.plot(run.steps, [step.num_truncated / step.num_samples if step.num_samples else math.nan for step in sums],
-                 color=colour, label=f"{prefix}cut off at the token limit")  # fmt: skip
+                 color=colour, label=_label(runs, run, "cut off at the token limit"))  # fmt: skip
     for limit in {run.history.config.rollout.max_new_tokens for run in runs}:
         axes.axhline(limit, color="#c2405a", lw=1.0, ls="--")
     axes.set_ylabel("answer length (tokens)")
@@ -174,7 +173,7 @@ def lengths(runs: list[RunData]) -> Drawn:
     cut.set_ylim(bottom=0)
     if cut.get_ylim()[1] < 0.01:
         cut.set_ylim(0, 0.01)
-    _by_step(axes, cut)
+    _by_step(runs, axes, cut)
     return Drawn("lengths", "Answer lengths and truncation",
                  "Tokens of the policy in each trained sample, and the share of samples that reached the limit "
                  "rollout.max_new_tokens (dashed).", figure)  # fmt: skip
@@ -184,22 +183,21 @@ def objective(runs: list[RunData]) -> Drawn:
     """Importance weights, clipping and the behaviour gap."""
     figure, (weights, clip, gap) = _figure(3, 2.5)
     for run, colour in _coloured(runs):
-        prefix = _prefix(runs, run)
-        weights.plot(run.steps, run.column("trainer/importance_weight_mean"), color=colour, label=f"{prefix}mean")
+        weights.plot(run.steps, run.column("trainer/importance_weight_mean"), color=colour, label=_label(runs, run, "mean"))
         weights.plot(run.steps, run.column("trainer/importance_weight_max"), color=colour, lw=1.0, ls=":",
-                     label=f"{prefix}largest")  # fmt: skip
-        clip.plot(run.steps, run.column("trainer/clip_fraction"), color=colour, label=f"{prefix}clipped")
+                     label=_label(runs, run, "largest"))  # fmt: skip
+        clip.plot(run.steps, run.column("trainer/clip_fraction"), color=colour, label=_label(runs, run, "clipped"))
         values = [value if value > 0 else math.nan for value in run.column("trainer/behave_gap_fresh_max")]
-        gap.plot(run.steps, values, color=colour, label=f"{prefix}largest")
+        gap.plot(run.steps, values, color=colour, label=_label(runs, run, "largest"))
         values = [value if value > 0 else math.nan for value in run.column("trainer/behave_gap_fresh_mean")]
-        gap.plot(run.steps, values, color=colour, lw=1.0, ls=":", label=f"{prefix}mean")
+        gap.plot(run.steps, values, color=colour, lw=1.0, ls=":", label=_label(runs, run, "mean"))
     weights.set_yscale("log")
     gap.set_yscale("log")
     weights.set_ylabel("importance weight")
     clip.set_ylabel("share of trained tokens")
     clip.yaxis.set_major_formatter(PercentFormatter(1.0))
     gap.set_ylabel("|Δ log-prob| (nats)")
-    _by_step(weights, clip, gap)
+    _by_step(runs, weights, clip, gap)
     return Drawn("objective", "Importance weights, clipping, behaviour gap",
                  "The weight π_prox / π_behav corrects for the versions between generation and training; clipped are "
                  "tokens whose ratio left the trust region. The gap compares trainer and engine on the same tokens "
@@ -210,17 +208,17 @@ def transfers(runs: list[RunData]) -> Drawn:
     """How long each publication took, and how long the engines stood still for it."""
     figure, (total, pause) = _figure(2, 2.3)
     for run, colour in _coloured(runs):
-        prefix, single = _prefix(runs, run), len(runs) == 1
+        single = len(runs) == 1
         entries = sorted(run.timeline.transfers, key=lambda entry: entry["time"])
         versions = [entry.get("version", math.nan) for entry in entries]
         total.plot(versions, [entry.get("total_s", math.nan) for entry in entries], "o", ms=3.5,
-                   color="#9256b5" if single else colour, label=f"{prefix}whole publication")  # fmt: skip
+                   color="#9256b5" if single else colour, label=_label(runs, run, "whole publication"))  # fmt: skip
         pause.plot(versions, [entry.get("pause_to_resume_s", math.nan) for entry in entries], "o", ms=3.5,
-                   color=ROLLOUT if single else colour, label=f"{prefix}slowest engine, pause to resume")  # fmt: skip
+                   color=ROLLOUT if single else colour, label=_label(runs, run, "slowest engine, pause to resume"))  # fmt: skip
     for axes in (total, pause):
         axes.set_ylabel("seconds")
         axes.set_ylim(bottom=0)
-    _by_step(total, pause)
+    _by_step(runs, total, pause)
     for axes in (total, pause):
         axes.set_xlabel("version")
     return Drawn("transfers", "Weight transfers",
@@ -238,10 +236,9 @@ def parts(runs: list[RunData]) -> Drawn | None:
         for run, colour in _coloured(runs):
             steps = sorted(run.samples.parts.get(name, {}).items())
             means = [total / count for _, (total, count) in steps]
-            axes.plot([step for step, _ in steps], means, "-", marker=".", color=colour, label=run.label)
-        axes.set_title(name)
-        axes.set_ylabel("mean")
-    _by_step(*panels, legend=len(runs) > 1)
+            axes.plot([step for step, _ in steps], means, "-", marker=".", color=colour)
+        axes.set_ylabel(f"mean of {name}")
+    _by_step(runs, *panels)
     return Drawn("parts", "Rewards by part",
                  f"Mean of each part over the {sum(run.samples.num_read for run in runs):,} trained samples that were "
                  "read from the spool, by the step they were trained at; weights are not applied.", figure)  # fmt: skip
@@ -330,8 +327,9 @@ def _coloured(runs: list[RunData]) -> Iterable[tuple[RunData, str]]:
     return [(run, RUN_COLOURS[index % len(RUN_COLOURS)]) for index, run in enumerate(runs)]
 
 
-def _prefix(runs: list[RunData], run: RunData) -> str:
-    return "" if len(runs) == 1 else f"{run.label}: "
+def _label(runs: list[RunData], run: RunData, text: str) -> str | None:
+    """Lines of the same kind share one entry of the legend; runs have a legend of their own."""
+    return text if run is runs[0] else None
 
 
 def _restarts(axes: Axes, runs: list[RunData], label: str) -> None:
@@ -346,18 +344,31 @@ def _restarts(axes: Axes, runs: list[RunData], label: str) -> None:
         axes.axvline(place, color=MUTED, lw=0.9, ls=":")
 
 
-def _by_step(*panels: Axes, legend: bool = True) -> None:
+def _by_step(runs: list[RunData], *panels: Axes) -> None:
+    """Panels over the training step, each with the legend of its lines, and one of the runs above all."""
     for axes in panels:
         axes.set_xlabel("training step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-        if legend and axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2, handlelength=1.6)
+        if axes.get_legend_handles_labels()[0]:
+            legend = axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2,
+                                 handlelength=1.6, columnspacing=1.2)  # fmt: skip
+            _neutral(runs, legend.legend_handles)
+    _legend(panels[0].figure, runs, [], [])
 
 
-def _legend_above(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper left", ncols=3)
+def _legend(figure: Figure, runs: list[RunData], handles: list, texts: list[str]) -> None:
+    """Above all panels: the runs, where there are several, then the lines."""
+    named = [Line2D([], [], color=colour, lw=3) for _, colour in _coloured(runs)] if len(runs) > 1 else []
+    if named or handles:
+        legend = figure.legend(named + handles, [run.label for run in runs[: len(named)]] + texts,
+                               loc="outside upper left", ncols=6)  # fmt: skip
+        _neutral(runs, legend.legend_handles[len(named) :])
+
+
+def _neutral(runs: list[RunData], handles: list) -> None:
+    """A line's kind has no colour where colours are runs."""
+    for handle in handles if len(runs) > 1 else []:
+        handle.set_color(MUTED)
 
 
 def _robust_top(axes: Axes, values: list[float], floor: float = 1.6) -> None:

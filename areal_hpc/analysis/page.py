@@ -117,21 +117,26 @@ def _advice(run: RunData) -> str:
 
 
 def _comparison(runs: list[RunData]) -> str:
-    header = ["run", "steps", "held-out accuracy", "reward, last step", "samples", "answer tokens", "run time",
-              "hours", "largest staleness", "trainers busy", "engines busy"]  # fmt: skip
-    rows = []
-    for index, run in enumerate(runs):
+    """One column a run, one row a figure."""
+    header = [_swatch(RUN_COLOURS[index % len(RUN_COLOURS)]) + escape(run.label) for index, run in enumerate(runs)]
+    rows: dict[str, list[str]] = {}
+    for run in runs:
         evals, total = list(run.history.evals.values()), run.trained.total
-        rows.append([
-            _swatch(RUN_COLOURS[index % len(RUN_COLOURS)]) + escape(run.label), str(len(run.history.steps)),
-            f"{evals[0]['accuracy']:.3f} → {evals[-1]['accuracy']:.3f}" if evals else "–",
-            f"{run.column('reward_mean')[-1]:.3f}" if run.history.steps else "–",
-            f"{total.num_samples:,}", f"{total.num_answer_tokens:,}", duration(run.history.clock.total_s),
-            f"{run.cost.unit_hours:.3g} {run.cost.unit}",
-            f"{max(total.staleness, default=0)} of {run.history.bound}",
-            f"{busy_share(run.timeline, 'trainer'):.0%}", f"{busy_share(run.timeline, 'rollout'):.0%}",
-        ])  # fmt: skip
-    return _table(header, rows)
+        for name, value in (
+            ("training steps", str(len(run.history.steps))),
+            ("held-out accuracy", f"{evals[0]['accuracy']:.3f} → {evals[-1]['accuracy']:.3f}" if evals else "–"),
+            ("reward of the last step", f"{run.column('reward_mean')[-1]:.3f}" if run.history.steps else "–"),
+            ("trained samples", f"{total.num_samples:,}"),
+            ("trained answer tokens", f"{total.num_answer_tokens:,}"),
+            ("run time", duration(run.history.clock.total_s)),
+            ("cost", f"{run.cost.unit_hours:.3g} {run.cost.unit}"),
+            ("largest staleness, bound", f"{max(total.staleness, default=0)}, {run.history.bound}"),
+            ("trainers busy", f"{busy_share(run.timeline, 'trainer'):.0%}"),
+            ("engines busy", f"{busy_share(run.timeline, 'rollout'):.0%}"),
+            ("slower side", run.slower or "neither"),
+        ):
+            rows.setdefault(name, []).append(escape(value))
+    return _table(["", *header], [[escape(name), *values] for name, values in rows.items()])
 
 
 def _activities(run: RunData) -> str:

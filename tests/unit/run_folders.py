@@ -68,7 +68,7 @@ def set_times(paths: RunPaths, lives: list[tuple[float, int]]) -> None:
 def write_ranks(paths: RunPaths, life: float = T0, steps: range = range(1, 7), num_rollouts: int = 2) -> None:
     """Telemetry of one trainer and the rollouts of a life: each step as STEP_S says.
 
-    Rollout 1 is idle half of every step, rollout 0 never; each scores its groups and writes its shards.
+    A shard is answered before the first step that trains some of it. Rollout 1 is idle half of every step, rollout 0 never.
     """
     with_step = {entry["train_step"]: entry["groups"] for entry in _ledger(paths, "consumed")}
     trainer = Telemetry(paths.spans("trainer", 0))
@@ -76,8 +76,8 @@ def write_ranks(paths: RunPaths, life: float = T0, steps: range = range(1, 7), n
     rollouts = [Telemetry(paths.spans("rollout", rank)) for rank in range(num_rollouts)]
     for rank, telemetry in enumerate(rollouts):
         _start(telemetry, life, "rollout", rank)
-    shards = {group["group"]: entry["path"] for entry in _ledger(paths, "committed") for group in entry["groups"]}
-    written: set[str] = set()
+    shards = {entry["path"]: [group["group"] for group in entry["groups"]] for entry in _ledger(paths, "committed")}
+    trained_at = {group: step for step, groups in with_step.items() for group in groups}
     for index, step in enumerate(steps):
         begin = life + 5.0 + index * STEP_S
         trainer.record_span("train.wait", begin, 2.0)
@@ -91,15 +91,17 @@ def write_ranks(paths: RunPaths, life: float = T0, steps: range = range(1, 7), n
         for rank, telemetry in enumerate(rollouts):
             if rank == 1:
                 telemetry.record_span("rollout.idle", begin, 5.0, waiting="lease")
-            for group in with_step.get(step, []):
-                path = shards[group]
-                if not path.startswith(f"spool/rollout-{rank:05d}"):
+            num_written = 0
+            for path, groups in shards.items():
+                first = min((trained_at[group] for group in groups if group in trained_at), default=None)
+                if first != step or not path.startswith(f"spool/rollout-{rank:05d}"):
                     continue
-                telemetry.record_span("reward.score", begin + 6.5, 0.25, prompt=group, num=2, sums={"math": 1.0})
-                telemetry.record_span("rollout.episode", begin + 5.5, 1.25, group=group, attempt=1, tokens=12, versions=0)
-                if path not in written:
-                    written.add(path)
-                    telemetry.record_span("rollout.spool", begin + 7.0, 0.25, path=path, num_bytes=100, rows=2)
+                for group in groups:
+                    telemetry.record_span("reward.score", begin - 3.5, 0.25, prompt=group, num=2, sums={"math": 1.0})
+                    telemetry.record_span("rollout.episode", begin - 4.5, 1.25, group=group, attempt=1, tokens=12)
+                at = begin - 3.0 + 0.25 * num_written
+                num_written += 1
+                telemetry.record_span("rollout.spool", at, 0.25, path=path, num_bytes=100, rows=2)
             telemetry.record_span("rollout.update", begin + 8.75, 0.25, version=step, stage_s=0.5, pause_to_resume_s=0.25)
             _value(telemetry, begin + 9.5, "rollout.generated_tokens", 100.0 * (index + 1))
             _value(telemetry, begin + 9.5, "rollout.running", 8, waiting=0)
