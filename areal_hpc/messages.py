@@ -57,10 +57,14 @@ class WeightsConnected(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """C -> R: no more leases will come; finish (or, if `abandon`, abort) and commit what is done."""
+    """C -> R: no more leases will come; finish (or, if `abandon`, abort) and commit what is done.
+
+    `keep`: save unfinished answers before they are abandoned, to go on with in a later run.
+    """
 
     abandon: bool
     reason: str
+    keep: bool = False
 
 
 class Drained(Message, frozen=True):
@@ -98,6 +102,14 @@ class ShardReady(Message, frozen=True):
     path: str
     digest: str
     lease_ids: tuple[int, ...]
+    rows: tuple[ShardRow, ...]
+
+
+class UnfinishedSaved(Message, frozen=True):
+    """R -> C: a shard of unfinished answers is whole (`path` relative to the run folder)."""
+
+    path: str
+    digest: str
     rows: tuple[ShardRow, ...]
 
 
@@ -247,6 +259,7 @@ AnyMessage = Union[
     Alive,
     GrantLeases,
     ShardReady,
+    UnfinishedSaved,
     LeaseFailed,
     RolloutStatus,
     EngineRestarted,

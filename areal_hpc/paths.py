@@ -82,6 +82,10 @@ class RunPaths:
     def rollout_spool(self, role_rank: int) -> Path:
         return self.spool / f"rollout-{role_rank:05d}"
 
+    def unfinished(self, role_rank: int) -> Path:
+        """Shards of answers that a stop cut short, by the rollout that wrote them."""
+        return self.root / "unfinished" / f"rollout-{role_rank:05d}"
+
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"

@@ -47,6 +47,18 @@ class Prompt(msgspec.Struct, frozen=True):
     meta: str = ""
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """What an earlier stop left of a group's answers: rows of a shard of unfinished answers."""
+
+    path: str
+    rows: tuple[int, ...]
+
+
+def unfinished_run_id(run_name: str) -> str:
+    """Run id of the shards of unfinished answers: no spool shard has it."""
+    return f"{run_name}/unfinished"
+
+
 class Lease(msgspec.Struct, frozen=True):
     """Permission to answer one prompt `group_size` times.
 
@@ -62,6 +74,8 @@ class Lease(msgspec.Struct, frozen=True):
     group_size: int
     prompt: Prompt
     sampling: SamplingSpec
+    begun: Begun | None = None
+    """Answers to go on with, where an earlier stop left some."""
 
 
 def token_checksum(

@@ -6,6 +6,7 @@ journal's summaries:
 - staleness: the versions of the tokens in the shards, not those in the journal, are within
   eta of the version that each sample was trained from;
 - once: no sample is trained twice in the history that survives, steps follow one another;
+- continued: what a stop cut short and a later attempt finished begins with what was saved;
 - nothing lost: every committed sample was trained, discarded for a reason, or still waits.
 Prints the offender of each kind. Reads only; works on a running run too.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from areal_hpc.analysis.audit_unfinished import Continued, find_foreign_tokens
 from areal_hpc.controller.ledger import LedgerError, read_ledger
 from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
@@ -70,7 +72,8 @@ def audit_run(root: Path) -> int:
         f"{counts['attempts']} attempts, {counts['admitted']} groups admitted, {counts['committed']} committed in "
         f"{counts['shards']} shards, {counts['trained']} trained in {counts['steps']} steps, {counts['waiting']} "
         f"waiting, {counts['discarded']} discarded, {counts['dropped']} dropped, {counts['damaged']} damaged ({counts['unverified']} trained before that); "
-        f"largest staleness {result.max_staleness_seen}"
+        f"largest staleness {result.max_staleness_seen}; {counts['unfinished']} unfinished answers kept, {counts['continued']} "
+        "gone on with"
     )
     print("audit failed" if result.problems else "audit passed")
     return 1 if result.problems else 0
@@ -110,6 +113,7 @@ class _Auditor:
         self._quarantined: set[str] = set()
         self._last_step = 0
         self._trained: dict[int, tuple[int, int, int, _Committed]] = {}
+        self._continued: dict[int, Continued] = {}
 
     def take(self, record: dict[str, Any]) -> None:
         kind = record["k"]
@@ -175,6 +179,13 @@ class _Auditor:
             )
             if group not in self._places:  # a shard found after a restart brings its own
                 self._start(group, len(listed["rows"]))
+
+    def _take_unfinished(self, record: dict[str, Any]) -> None:
+        self.result.counts["unfinished"] += sum(len(group["rows"]) for group in record["groups"])
+
+    def _take_continued(self, record: dict[str, Any]) -> None:
+        self.result.counts["continued"] += len(record["rows"])
+        self._continued[record["group"]] = Continued(record["path"], tuple(record["rows"]), record["version"])
 
     def _take_dropped(self, record: dict[str, Any]) -> None:
         self._refused.update(record["groups"])
@@ -263,6 +274,10 @@ class _Auditor:
             step, version, eta, entry = self._trained[group]
             if rows != entry.rows:
                 self._problem(f"group {group} is not in {entry.path} what the journal says it is")
+            if group in self._continued and entry.path not in self._quarantined:
+                self.result.problems += find_foreign_tokens(
+                    self._paths, group, entry.path, rows, self._continued[group]
+                )
             if {row.group_id for row in rows} != {group} or len({row.sample_index for row in rows}) != len(rows):
                 self._problem(f"the rows of {entry.path} for group {group} are not its samples")
             for row in rows:

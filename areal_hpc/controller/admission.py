@@ -8,7 +8,7 @@ its place like them: the bound is checked at each first grant.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from areal_hpc.controller.batcher import ReadyGroup
 from areal_hpc.controller.leases import LeaseBook
@@ -31,12 +31,17 @@ class Admission:
         *,
         ready: Iterable[ReadyGroup] = (),
         ask_again: Iterable[int] = (),
+        begun: Mapping[int, ReadyGroup] | None = None,
     ) -> None:
-        """`ready`: groups that a resumed run finds; `ask_again`: ids of those without a result."""
+        """`ready`: groups that a resumed run finds; `ask_again`: ids of those without a result;
+        `begun`: what was saved of the answers to some of these."""
         self.cursor, self.budget, self.leases = cursor, budget, leases
         self._ledger = ledger
         self._group_size = group_size
         self._again = deque(sorted(ask_again))
+        self._begun = dict(begun or {})
+        self.counts: Counter[str] = Counter()
+        """Unfinished answers that were gone on with, and their tokens; those that were too old for it."""
         self._again_per_epoch = Counter(cursor.at(group_id).epoch for group_id in self._again)
         for epoch in self._again_per_epoch:
             self._close_if_passed(epoch)
@@ -60,18 +65,37 @@ class Admission:
             return False
         return self.budget.may_admit(entry.epoch, self._group_size)
 
-    def grant(self, now: float, version: int, useful: int) -> dict[int, list[Lease]]:
-        """Leases for every rank with room, while groups wait or may be started; journals admissions."""
+    def grant(
+        self, now: float, version: int, useful: int, train_version: int | None = None
+    ) -> dict[int, list[Lease]]:
+        """Leases for every rank with room, while groups wait or may be started; journals admissions.
+
+        train_version: the version that the next batch is trained from, `version` if None.
+        """
         grants: dict[int, list[Lease]] = defaultdict(list)
         while self.leases.loads.emptiest() is not None:
             if not self.leases.num_waiting:
                 if not self.may_start(useful):
                     break
                 self._start(version)
-            granted = self.leases.grant_next(now, version)
+            granted = self.leases.grant_next(now, version, train_version)
             assert granted is not None, "a group waits and a rank has room"
             grants[granted[0]].append(granted[1])
+            self._note_begun(granted[1], version)
         return grants
+
+    def _note_begun(self, lease: Lease, version: int) -> None:
+        """Journal and count what a lease goes on with."""
+        group = self._begun.pop(lease.group_id, None)
+        if group is None:
+            return
+        rows = lease.begun.rows if lease.begun is not None else ()
+        taken = [row for row in group.rows if row.row in rows]
+        self.counts["answers_continued"] += len(taken)
+        self.counts["tokens_continued"] += sum(row.num_loss_tokens for row in taken)
+        self.counts["answers_begun_again"] += len(group.rows) - len(taken)
+        if taken:
+            self._ledger.add("continued", group=lease.group_id, path=group.path, rows=list(rows), version=version)
 
     def _next(self) -> NextPrompt | None:
         return self.cursor.at(self._again[0]) if self._again else self.cursor.peek()
@@ -85,7 +109,7 @@ class Admission:
         else:
             self.cursor.advance()
         self.budget.admit(entry.epoch, self._group_size)
-        self.leases.admit(entry.ordinal, entry.epoch, entry.prompt, version)
+        self.leases.admit(entry.ordinal, entry.epoch, entry.prompt, version, self._begun.get(entry.ordinal))
         self._ledger.add("admitted", group=entry.ordinal, epoch=entry.epoch, version=version)
         self._close_if_passed(entry.epoch)
 

@@ -13,7 +13,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from areal_hpc.types import Lease, Prompt, SamplingSpec
+from areal_hpc.controller.batcher import ReadyGroup
+from areal_hpc.types import Begun, Lease, Prompt, SamplingSpec
 
 
 @dataclass
@@ -24,11 +25,14 @@ class UnderWay:
     epoch: int
     prompt: Prompt
     first_version: int
-    """Version served when it was last granted: none of the tokens of that grant is older."""
+    """Version served when it was last granted, or of the oldest token that it was granted with: none
+    of its tokens is older."""
     attempts: int = 0
     lease_id: int = -1
     rank: int = -1
     failed_on: set[int] = field(default_factory=set)
+    begun: ReadyGroup | None = None
+    """Unfinished answers that an earlier attempt of the run left."""
 
 
 class RankLoads:
@@ -92,6 +96,7 @@ class LeaseBook:
         sampling: SamplingSpec,
         deadline_s: float,
         max_attempts: int,
+        max_staleness: int = 0,
     ) -> None:
         """`room`: groups that each rank may hold at once."""
         self.loads = RankLoads(room)
@@ -99,6 +104,7 @@ class LeaseBook:
         self._sampling = sampling
         self._deadline_s = deadline_s
         self._max_attempts = max_attempts
+        self._max_staleness = max_staleness
         self._groups: dict[int, UnderWay] = {}
         self._group_of: dict[int, int] = {}
         self._expiry: list[tuple[float, int]] = []
@@ -130,16 +136,25 @@ class LeaseBook:
         """Ranks that owe a result. Looks at every group: for messages only."""
         return {group.rank for group in self._groups.values() if group.rank >= 0}
 
-    def admit(self, group_id: int, epoch: int, prompt: Prompt, version: int) -> None:
-        """A new group; it waits for `grant_next`."""
+    def __contains__(self, group_id: int) -> bool:
+        """Whether the group is under way."""
+        return group_id in self._groups
+
+    def admit(
+        self, group_id: int, epoch: int, prompt: Prompt, version: int, begun: ReadyGroup | None = None
+    ) -> None:
+        """A new group; it waits for `grant_next`. `begun`: what an earlier attempt left of it."""
         assert group_id not in self._groups, f"group {group_id} is under way already"
-        group = UnderWay(group_id, epoch, prompt, version)
+        group = UnderWay(group_id, epoch, prompt, version, begun=begun)
         self._groups[group_id] = group
         self._count(group, 1)
         self._waiting.append(group_id)
 
-    def grant_next(self, now: float, version: int) -> tuple[int, Lease] | None:
+    def grant_next(self, now: float, version: int, train_version: int | None = None) -> tuple[int, Lease] | None:
         """(rank, lease) for the next waiting group while `version` is served.
+
+        train_version: the version that the next batch is trained from, if that is another one.
+        Unfinished answers are granted with it as far as such a batch may still hold them.
 
         None if no group waits or no rank has room. A group that failed somewhere goes to
         another rank if one has room.
@@ -153,13 +168,18 @@ class LeaseBook:
             if rank is None:
                 return None
             self._waiting.popleft()
-            return rank, self._lease(group, rank, now, version)
+            return rank, self._lease(group, rank, now, version, version if train_version is None else train_version)
         return None
 
-    def _lease(self, group: UnderWay, rank: int, now: float, version: int) -> Lease:
-        # It starts anew at each grant: what it brings is as fresh as the version served now.
+    def _lease(self, group: UnderWay, rank: int, now: float, version: int, train_version: int) -> Lease:
+        rows = [
+            row for row in (group.begun.rows if group.begun is not None else ())
+            if train_version - row.min_version <= self._max_staleness
+        ]  # fmt: skip
+        # It starts anew at each grant: but for these rows, what it brings is as fresh as the
+        # version served now.
         self._count(group, -1)
-        group.first_version = version
+        group.first_version = min([version, *(row.min_version for row in rows)])
         self._count(group, 1)
         group.lease_id, group.rank = self._next_lease_id, rank
         group.attempts += 1
@@ -175,6 +195,7 @@ class LeaseBook:
             group_size=self._group_size,
             prompt=group.prompt,
             sampling=self._sampling,
+            begun=Begun(group.begun.path, tuple(row.row for row in rows)) if group.begun and rows else None,
         )
 
     def complete(self, group_id: int) -> UnderWay | None:

@@ -10,6 +10,8 @@ Kinds and their fields:
                 batch_size, group_size, max_staleness, num_prompts, time
     admitted    group, epoch, version (served)
     committed   path, digest, groups [{group, epoch, rows}]
+    unfinished  path, digest, groups (as committed)     saved at a stop, to go on with
+    continued   group, path, rows, version      granted with these rows of an unfinished shard
     dropped     groups, reason                  given up: their places went back
     discarded   groups, train_step, reason      finished but not trained
     damaged     path, groups, reason            their shard cannot be read: answered again

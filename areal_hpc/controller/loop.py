@@ -11,6 +11,7 @@ the answers of evaluations and the run's lock.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -54,6 +55,7 @@ from areal_hpc.messages import (
     RolloutStatus,
     ShardReady,
     StepDone,
+    UnfinishedSaved,
     VersionLive,
 )
 from areal_hpc.mpi.world import World, role_of
@@ -81,6 +83,8 @@ def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry, sto
             final = {"state": "stopped", "reason": stop.reason, "requeue": stop.requeue}
             let_everybody_go(world, progress, final)
             return
+        # What an earlier stop cut short is under way before a batch is formed: it may belong in it.
+        controller.grant_leases()
         while not controller.finished and not stop:
             busy = controller.receive_reports()
             controller.expire_leases()
@@ -143,6 +147,7 @@ class Controller:
             sampling=_sampling(config),
             deadline_s=config.rollout.lease_deadline_s,
             max_attempts=config.rollout.max_attempts,
+            max_staleness=self.eta,
         )
         cursor = PromptCursor(
             self.prompts.train,
@@ -154,8 +159,9 @@ class Controller:
         )
         budget = StalenessBudget(config.trainer.batch_size, self.eta)
         return Admission(
-            cursor, budget, leases, self.ledger, group_size, ready=past.ready.values(), ask_again=past.in_flight
-        )
+            cursor, budget, leases, self.ledger, group_size, ready=past.ready.values(), ask_again=past.in_flight,
+            begun=past.unfinished,
+        )  # fmt: skip
 
     # ---- reports -----------------------------------------------------------------
 
@@ -176,6 +182,8 @@ class Controller:
                 self.progress.rollout_status(source, message)
             case ShardReady():
                 self._take_shard(message)
+            case UnfinishedSaved():
+                self._note_unfinished(message)
             case LeaseFailed():
                 ended = [self.leases.fail(message.lease_id, retry=message.retry)]
                 self._end_leases(ended, message.reason, by_chance=message.retry)
@@ -220,6 +228,17 @@ class Controller:
             else:
                 self._num_refused += 1
                 self._discard([group], "equal rewards")
+
+    def _note_unfinished(self, shard: UnfinishedSaved) -> None:
+        """Answers that this stop cut short were saved: a resumed run goes on with them."""
+        groups = [
+            ReadyGroup(group_id, self.admission.cursor.at(group_id).epoch, shard.path, tuple(rows))
+            for group_id, rows in itertools.groupby(shard.rows, key=lambda row: row.group_id)
+            if group_id in self.leases
+        ]
+        self.ledger.add("unfinished", **committed_record(shard.path, shard.digest, groups))
+        self.counters["answers_kept"] += sum(len(group.rows) for group in groups)
+        self.counters["tokens_kept"] += sum(row.num_loss_tokens for group in groups for row in group.rows)
 
     def _discard(self, groups: list[ReadyGroup], reason: str) -> None:
         if not groups:
@@ -293,6 +312,7 @@ class Controller:
             "leases_expired": self.leases.num_expired,
             "duplicates": self.leases.num_duplicates,
             **self.counters,
+            **self.admission.counts,
         }
         self.progress.step(values, message.metrics)
 
@@ -398,7 +418,9 @@ class Controller:
 
     def grant_leases(self) -> None:
         """Keep every engine full, as far as the staleness bound and the rest of the run need it."""
-        grants = self.admission.grant(time.monotonic(), self.trainers.live_version, self._useful)
+        trainers = self.trainers
+        train_version = trainers.version + trainers.step_sent
+        grants = self.admission.grant(time.monotonic(), trainers.live_version, self._useful, train_version)
         if grants:
             self.ledger.sync()
         for rank, leases in grants.items():
@@ -477,7 +499,7 @@ class Controller:
             "places": (self.eta + 1) * self.config.trainer.batch_size,
             "epoch": self.admission.cursor.position // len(self.prompts.train),
             "waiting_for": self.waiting_for(),
-            "counters": dict(self.counters),
+            "counters": {**self.counters, **self.admission.counts},
         }
 
 

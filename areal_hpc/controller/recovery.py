@@ -50,6 +50,8 @@ class Recovered:
     first_group: int = 0
     position: int = 0
     ready: dict[int, ReadyGroup] = field(default_factory=dict)
+    unfinished: dict[int, ReadyGroup] = field(default_factory=dict)
+    """What a stop saved of the answers to groups in flight (`path`: a shard of unfinished answers)."""
     in_flight: list[int] = field(default_factory=list)
     consumed: dict[int, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
@@ -72,6 +74,11 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
         state.consumed = {group: at for group, at in state.consumed.items() if at <= step}
         discarded = {group: at for group, at in discarded.items() if at < step}
         evaluated = {at: at for at in evaluated if at <= step}
+        # Tokens of versions that come again with other weights are nobody's.
+        state.unfinished = {
+            group: entry for group, entry in state.unfinished.items()
+            if max(row.max_version for row in entry.rows) <= step
+        }  # fmt: skip
 
     for record in records:
         match record["k"]:
@@ -87,6 +94,8 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
             case "committed":
                 state.digests[record["path"]] = record["digest"]
                 committed |= {group["group"]: (record["path"], group) for group in record["groups"]}
+            case "unfinished":
+                state.unfinished |= {group["group"]: _ready(record["path"], group) for group in record["groups"]}
             case "dropped":
                 refused.update(record["groups"])
                 state.num_dropped += len(record["groups"])
@@ -116,6 +125,7 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
         group_id: _ready(path, group) for group_id, (path, group) in committed.items() if group_id not in gone
     }
     state.in_flight = sorted(admitted - committed.keys() - gone)
+    state.unfinished = {group: state.unfinished[group] for group in state.in_flight if group in state.unfinished}
     return state
 
 
@@ -133,16 +143,6 @@ def committed_record(path: str, digest: str, groups: list[ReadyGroup]) -> dict[s
     return {"path": path, "digest": digest, "groups": listed}
 
 
-def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str) -> int:
-    """Read every shard that ready groups lie in; groups of a damaged one are asked again.
-
-    The shard goes to quarantine. Returns the number of groups lost that way.
-    """
-    from areal_hpc.spool.shard import ShardError, quarantine, read_index
-
-    by_path: dict[str, list[int]] = {}
-    for group in state.ready.values():
-        by_path.setdefault(group.path, []).append(group.group_id)
 def begin_other_prompts(state: Recovered, num_prompts: int) -> None:
     """Put the cursor to the beginning of new prompts.
 
@@ -169,6 +169,16 @@ def leave_earlier_prompts(state: Recovered, ledger: Ledger) -> int:
     return len(answered) + len(unanswered)
 
 
+def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str) -> int:
+    """Read every shard that ready groups lie in; groups of a damaged one are asked again.
+
+    The shard goes to quarantine. Returns the number of groups lost that way.
+    """
+    from areal_hpc.spool.shard import ShardError, quarantine, read_index
+
+    by_path: dict[str, list[int]] = {}
+    for group in state.ready.values():
+        by_path.setdefault(group.path, []).append(group.group_id)
     num_lost = 0
     for relative, groups in by_path.items():
         path = paths.resolve_inside(relative)

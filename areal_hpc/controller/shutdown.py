@@ -30,7 +30,9 @@ def drain(controller: Controller, stop: StopFlag) -> None:
         controller.progress.event(f"stopping: {reason}")
     waiting = set(world.rollout_ranks)
     for rank in sorted(waiting):
-        world.channel.send(rank, Drain(abandon=True, reason=reason))
+        # A deterministic run answers anew: the random numbers of an answer's rest would be others.
+        keep = bool(stop) and not controller.config.run.deterministic
+        world.channel.send(rank, Drain(abandon=True, reason=reason, keep=keep))
     while waiting or trainers.busy or trainers.saved_step < trainers.train_step:
         for source, message in world.channel.poll():
             controller.progress.heard(source)
@@ -55,9 +57,12 @@ def drain(controller: Controller, stop: StopFlag) -> None:
     controller.ledger.close()
     log.info("%s at step %d: %s; drained in %.1f s", state, trainers.train_step, reason, seconds)
     if stop:
+        kept, tokens = controller.counters["answers_kept"], controller.counters["tokens_kept"]
         controller.progress.event(
-            f"stopped at step {trainers.train_step} after draining for {seconds:.1f} s", drain_s=seconds
-        )
+            f"stopped at step {trainers.train_step} after draining for {seconds:.1f} s; {kept} unfinished answers "
+            f"({tokens} tokens) are kept",
+            drain_s=seconds, answers_kept=kept, tokens_kept=tokens,
+        )  # fmt: skip
     final = {**controller.status(), "state": state, "reason": reason, "requeue": stop.requeue, "drain_s": seconds}
     let_everybody_go(world, controller.progress, final)
 

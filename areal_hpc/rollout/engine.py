@@ -12,15 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from areal_hpc.config.schema import Config, Device, KvOnUpdate, OnUpdate
 from areal_hpc.rollout.environment import derive_seed, engine_environment
+from areal_hpc.rollout.generation import Generation, join, to_generation
 from areal_hpc.rollout.invariance import INVARIANCE, check_invariance
 from areal_hpc.types import SamplingSpec
 from areal_hpc.weights.transfer import resolve_backend
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
+CUT_POLL_S = 0.02
 
 class EngineDied(RuntimeError):
     """The engine's processes are gone (or about to be): restart it, ask again."""
@@ -36,24 +36,6 @@ class EngineDied(RuntimeError):
 
 class PromptTooLong(ValueError):
     """No room for a single new token in model.max_context."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One answer, prompt not included; the three arrays have the shape [num_tokens].
-
-    logprobs: under the distribution that was sampled from. versions: policy_version of
-    the weights that produced each token. finish_reason: stop or length.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish_reason: str
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
-        assert len(lengths) == 1, f"per-token arrays of an answer differ in length: {lengths}"
 
 
 class EngineGauges:
@@ -85,6 +67,8 @@ class RolloutEngine:
         self._death = asyncio.Event()
         self.gauges = EngineGauges()
         self.num_in_flight = 0
+        self._open: set[str] = set()
+        self._cut: str | None = None
         self._staged = False
         self.version = 0
 
@@ -144,12 +128,15 @@ class RolloutEngine:
     # -- generation ----------------------------------------------------------------
 
     async def generate(
-        self, token_ids: list[int], sampling: SamplingSpec, request_id: str, seed: int
-    ) -> Generation:
+        self, token_ids: list[int], sampling: SamplingSpec, request_id: str, seed: int,
+        begun: Generation | None = None,
+    ) -> Generation:  # fmt: skip
         """Answer one prompt; goes on across weight updates, token by token under its own version.
 
         The budget is what fits: at most max_new_tokens, at most the rest of the context,
-        interruptions included. Raises PromptTooLong, and EngineDied when the engine goes.
+        interruptions included. `begun` is the beginning of the answer, from an earlier run.
+        Ends with finish_reason abort after `cut_short`. Raises PromptTooLong, and EngineDied
+        when the engine goes.
         """
         budget = min(sampling.max_new_tokens, self._config.model.max_context - len(token_ids))
         if budget < 1:
@@ -162,31 +149,44 @@ class RolloutEngine:
             self.gauges.last_progress = time.monotonic()
         self.num_in_flight += 1
         try:
-            return await self._answer_whole(token_ids, sampling, budget, request_id, seed)
+            return await self._answer_whole(token_ids, sampling, budget, request_id, seed, begun)
         finally:
             self.num_in_flight -= 1
 
     async def _answer_whole(
-        self, token_ids: list[int], sampling: SamplingSpec, budget: int, request_id: str, seed: int
-    ) -> Generation:
-        parts: list[Generation] = []
-        done = 0
+        self, token_ids: list[int], sampling: SamplingSpec, budget: int, request_id: str, seed: int,
+        begun: Generation | None,
+    ) -> Generation:  # fmt: skip
+        parts = [] if begun is None else [begun.without_tail(sampling.stop)]
         while True:
-            prompt = token_ids + [int(token) for part in parts for token in part.token_ids]
+            done = sum(len(part.token_ids) for part in parts)
+            if self._is_cut(request_id):
+                return join(parts, "abort")
+            if done >= budget:
+                return join(parts, "length")
             part = await self._answer(
-                prompt,
+                token_ids + [int(token) for part in parts for token in part.token_ids],
                 replace_budget(sampling, budget - done),
                 f"{request_id}.{len(parts)}",
-                seed if not parts else derive_seed(seed, len(parts)),
+                derive_seed(seed, done) if done else seed,
             )
-            parts.append(part)
-            done += len(part.token_ids)
             if part.finish_reason != "abort":
-                return _join(parts, part.finish_reason)
-            if done >= budget:
-                return _join(parts, "length")
-            # Aborted by an update (abort_and_resubmit): go on under the new weights.
-            await self._unless_dead(self._resumed.wait())
+                return join([*parts, part], part.finish_reason)
+            parts.append(part.without_tail(sampling.stop))
+            if not self._is_cut(request_id):
+                # Aborted by an update (abort_and_resubmit): go on under the new weights.
+                await self._unless_dead(self._resumed.wait())
+
+    async def cut_short(self, prefix: str) -> None:
+        """End every answer whose request id begins with `prefix`, and those to come, as it stands."""
+        self._cut = prefix
+        while running := [request_id for request_id in self._open if request_id.startswith(prefix)]:
+            # Again and again: a request may only just be on its way to the engine.
+            await self._unless_dead(self._require().abort(running))
+            await asyncio.sleep(CUT_POLL_S)
+
+    def _is_cut(self, request_id: str) -> bool:
+        return self._cut is not None and request_id.startswith(self._cut)
 
     async def _answer(
         self, prompt: list[int], sampling: SamplingSpec, request_id: str, seed: int
@@ -217,11 +217,14 @@ class RolloutEngine:
             outputs = llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id)
             return [output async for output in outputs][-1]
 
+        self._open.add(request_id)
         try:
             final = await self._unless_dead(last_output())
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDied(f"the engine died while it answered {request_id}") from error
-        return _to_generation(final.outputs[0])
+        finally:
+            self._open.discard(request_id)
+        return to_generation(final.outputs[0])
 
     # -- weights -------------------------------------------------------------------
 
@@ -379,32 +382,6 @@ def _gauge_logger(gauges: EngineGauges) -> Any:
             pass
 
     return GaugeLogger
-
-
-def _to_generation(output: Any) -> Generation:
-    count = len(output.token_ids)
-    versions = np.full(count, -1, dtype=np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    assert (versions >= 0).all(), f"tokens without a weight version: {output.weight_versions}"
-    logprobs = output.logprobs.logprobs if count else []
-    return Generation(
-        token_ids=np.asarray(output.token_ids, dtype=np.int32),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
-        versions=versions,
-        finish_reason=output.finish_reason,
-    )
-
-
-def _join(parts: list[Generation], finish_reason: str) -> Generation:
-    if len(parts) == 1:
-        return replace(parts[0], finish_reason=finish_reason)
-    return Generation(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        versions=np.concatenate([part.versions for part in parts]),
-        finish_reason=finish_reason,
-    )
 
 
 def _all_processes(llm: AsyncLLM) -> list[Any]:

@@ -17,9 +17,11 @@ import numpy as np
 
 from areal_hpc.config.schema import Config, Sandbox
 from areal_hpc.rewards.service import RewardResult, RewardService
-from areal_hpc.rollout.engine import Generation, RolloutEngine, replace_budget
+from areal_hpc.rollout.engine import RolloutEngine, replace_budget
 from areal_hpc.rollout.environment import derive_seed
+from areal_hpc.rollout.generation import Generation
 from areal_hpc.rollout.tokens import PromptEncoder
+from areal_hpc.rollout.unfinished import Turn, Turns
 from areal_hpc.types import PROMPT_VERSION, Prompt, SamplingSpec, Trajectory
 
 Result = TypeVar("Result")
@@ -103,6 +105,10 @@ class EpisodeEngine:
         self._request_prefix = request_prefix
         self.group_size = group_size
         self.sampling = sampling
+        self.turns: Turns = {}
+        """What the engine has answered so far."""
+        self.begun: Turns = {}
+        """What an earlier run left of these answers."""
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         return self._services.encoder.prompt(prompt.text)
@@ -129,17 +135,29 @@ class EpisodeEngine:
         """Let the policy go on after `transcript`, which gets the tokens.
 
         The budget of an episode is sampling.max_new_tokens over all its turns; `stop` adds
-        strings after which this turn ends. Raises PromptTooLong where the context is full.
+        strings after which this turn ends. What an earlier run has left of this turn is gone
+        on with. Raises PromptTooLong where the context is full.
         """
+        context = list(transcript.token_ids)
         sampling = replace_budget(self.sampling, self.budget(transcript))
         if stop:
             sampling = msgspec.structs.replace(sampling, stop=sampling.stop + stop)
-        generation = await self._services.engine.generate(
-            transcript.token_ids,
-            sampling,
-            f"{self._request_prefix}-{sample_index}-{turn}",
-            self.seed(sample_index, turn),
-        )
+        begun = self.begun.get((sample_index, turn))
+        left = begun.generation if begun is not None and begun.context == context else None
+        if left is not None and left.finish_reason != "abort":
+            generation = left
+        else:
+            generation = await self._services.engine.generate(
+                context,
+                sampling,
+                f"{self._request_prefix}-{sample_index}-{turn}",
+                self.seed(sample_index, turn),
+                left,
+            )
+        self.turns[sample_index, turn] = Turn(context, generation)
+        if generation.finish_reason == "abort":
+            # The run stops. The loop takes `turns` and cancels this task.
+            await asyncio.Event().wait()
         transcript.answer(generation)
         return generation
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from areal_hpc.types import SamplingSpec
 
 if TYPE_CHECKING:
-    from areal_hpc.rollout.engine import Generation
+    from areal_hpc.rollout.generation import Generation
 
 INVARIANCE = {
     # Kernels whose sums do not depend on the batch.

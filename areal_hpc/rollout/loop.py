@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc.config.schema import Config
@@ -31,6 +32,7 @@ from areal_hpc.messages import (
     RolloutStatus,
     ShardReady,
     Stop,
+    UnfinishedSaved,
     WeightCall,
 )
 from areal_hpc.paths import RunPaths
@@ -43,11 +45,12 @@ from areal_hpc.rollout.evaluate import evaluate_prompts
 from areal_hpc.rollout.spooler import GroupSpooler
 from areal_hpc.rollout.supervisor import EngineSupervisor
 from areal_hpc.rollout.tokens import PromptEncoder, load_tokenizer
+from areal_hpc.rollout.unfinished import read_turns, to_rows
 from areal_hpc.rollout.updates import EngineUpdates
 from areal_hpc.rollout.workflow import load_workflow
 from areal_hpc.spool.shard import ShardWriter
 from areal_hpc.telemetry import Telemetry
-from areal_hpc.types import Lease, Trajectory
+from areal_hpc.types import Lease, Trajectory, unfinished_run_id
 
 if TYPE_CHECKING:
     from areal_hpc.mpi.world import World
@@ -58,6 +61,11 @@ IDLE_POLL_S = 0.004
 UPDATE_POLL_S = 0.001
 """An update is a chain of calls, each of which waits for the next look at the channel."""
 STATUS_INTERVAL_S = 1.0
+TRAINING = "lease-"
+"""Beginning of the request ids of training answers."""
+CUT_DEADLINE_S = 15.0
+"""At a stop: longest wait for the engine to give back unfinished answers."""
+CUT_SETTLE_S = 0.05
 MIN_IDLE_S = 0.05
 """Shorter stretches without requests are not recorded."""
 
@@ -97,6 +105,14 @@ async def _run(config: Config, world: World, paths: RunPaths, telemetry: Telemet
         updates.close()
 
 
+@dataclass(frozen=True)
+class Episode:
+    """A group under way here, and its view of the engine."""
+
+    lease: Lease
+    engine: EpisodeEngine
+
+
 class RolloutWorker:
     """State of the loop: the episodes under way and what has to be told to whom."""
 
@@ -121,12 +137,12 @@ class RolloutWorker:
         self._workflow = load_workflow(
             self._config.rollout.workflow, dict(self._config.rollout.workflow_options)
         )
-        self._episodes: dict[asyncio.Task[list[Trajectory]], Lease] = {}
+        self._episodes: dict[asyncio.Task[list[Trajectory]], Episode] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self._lost: list[int] = []
         self._counters: Counter[str] = Counter()
         self._drain: Drain | None = None
-        self._drained = False
+        self._drained = self._keeping = False
         self._unfinished: tuple[int, ...] = ()
         self._stopped = False
         self._next_status = 0.0
@@ -189,7 +205,7 @@ class RolloutWorker:
         """Take finished groups to the spooler; an episode's error is the lease's or the rank's."""
         now = time.monotonic()
         for task in [task for task in self._episodes if task.done()]:
-            lease = self._episodes.pop(task)
+            lease = self._episodes.pop(task).lease
             if task.cancelled():
                 continue
             error = task.exception()
@@ -223,7 +239,7 @@ class RolloutWorker:
         self._tell_controller(ShardReady(path, shard.info.digest, shard.lease_ids, shard.info.rows))
 
     def finish_drain(self) -> None:
-        if self._drain is None or self._drained or self._episodes or not self._spooler.empty:
+        if self._drain is None or self._drained or self._keeping or self._episodes or not self._spooler.empty:
             return
         self._drained = True
         self._tell_controller(Drained(self._unfinished + tuple(self._lost)))
@@ -282,20 +298,26 @@ class RolloutWorker:
             reason = "the rollout is draining"
             self._tell_controller(LeaseFailed(lease.lease_id, lease.group_id, True, reason))
             return
-        self._episodes[asyncio.create_task(self._run_episode(lease))] = lease
+        episode = Episode(lease, self._episode_engine(lease))
+        self._episodes[asyncio.create_task(self._run_episode(episode))] = episode
 
-    async def _run_episode(self, lease: Lease) -> list[Trajectory]:
-        await self._supervisor.ready.wait()
+    def _episode_engine(self, lease: Lease) -> EpisodeEngine:
         seed = lease.sampling.seed if lease.sampling.seed is not None else self._config.run.seed
-        engine = EpisodeEngine(
+        return EpisodeEngine(
             self._services,
             group_id=lease.group_id,
             group_size=lease.group_size,
             sampling=lease.sampling,
             # A deterministic run answers again what it would have answered before.
             seed_parts=(seed, "train", lease.group_id, 1 if self._config.run.deterministic else lease.attempt),
-            request_prefix=f"lease-{lease.lease_id}",
+            request_prefix=f"{TRAINING}{lease.lease_id}",
         )
+
+    async def _run_episode(self, episode: Episode) -> list[Trajectory]:
+        lease, engine = episode.lease, episode.engine
+        if lease.begun is not None:
+            engine.begun = await asyncio.to_thread(read_turns, self._paths, self._config.run.name, lease)
+        await self._supervisor.ready.wait()
         with self._telemetry.span("rollout.episode", group=lease.group_id, attempt=lease.attempt) as span:
             trajectories = await self._workflow.arun_episode(engine, lease.prompt)
             if len(trajectories) != lease.group_size:
@@ -329,11 +351,43 @@ class RolloutWorker:
     def _begin_drain(self, drain: Drain) -> None:
         self._drain = drain
         logger.info("draining (%s): %d episodes under way", drain.reason, len(self._episodes))
-        if drain.abandon:
-            running = {task: lease for task, lease in self._episodes.items() if not task.done()}
-            self._unfinished = tuple(lease.lease_id for lease in running.values())
-            for task in running:
-                task.cancel()
+        if drain.abandon and drain.keep:
+            self._keeping = True
+            self._run_errand(self._keep_unfinished())
+        elif drain.abandon:
+            self._abandon_episodes()
+
+    async def _keep_unfinished(self) -> None:
+        """Save what the unfinished answers have so far, and abandon them."""
+        try:
+            async with asyncio.timeout(CUT_DEADLINE_S):
+                await self._services.engine.cut_short(TRAINING)
+                await asyncio.sleep(CUT_SETTLE_S)  # the episodes take note of it
+        except (TimeoutError, EngineDied) as error:
+            logger.warning("unfinished answers of the engine are lost: %s", error or "it does not answer")
+        running = [episode for task, episode in self._episodes.items() if not task.done()]
+        rows = [row for episode in running for row in to_rows(episode.engine.turns, episode.lease)]
+        self._abandon_episodes()
+        if rows:
+            await self._save_unfinished(rows)
+        self._keeping = False
+
+    async def _save_unfinished(self, rows: list[Trajectory]) -> None:
+        rank = self._world.role_rank
+        writer = ShardWriter(self._paths.unfinished(rank), unfinished_run_id(self._config.run.name), rank)
+        try:
+            info = await asyncio.to_thread(writer.commit, rows)
+        except OSError as error:
+            # They can be answered again; what is finished must still be committed.
+            logger.warning("unfinished answers could not be saved: %s", error)
+            return
+        self._tell_controller(UnfinishedSaved(self._paths.relative(info.path), info.digest, info.rows))
+
+    def _abandon_episodes(self) -> None:
+        running = {task: episode.lease for task, episode in self._episodes.items() if not task.done()}
+        self._unfinished = tuple(lease.lease_id for lease in running.values())
+        for task in running:
+            task.cancel()
 
     def _run_errand(self, call: Coroutine[Any, Any, None]) -> None:
         self._errands.add(asyncio.create_task(call))

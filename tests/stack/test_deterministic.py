@@ -48,7 +48,7 @@ def start(folder: Path, model: Path, *overrides: str) -> subprocess.Popen[str]:
     return command("run", "configs/quickstart.yaml", f"model.path={model}", f"run.folder={folder}", *OPTIONS, *overrides)
 
 
-def end(process: subprocess.Popen[str], limit_s: float = 300.0) -> str:
+def end(process: subprocess.Popen[str], limit_s: float = 500.0) -> str:
     output, _ = process.communicate(timeout=limit_s)
     assert process.returncode == 0, output
     return output
@@ -90,7 +90,7 @@ def test_stopped_in_the_middle_of_a_step_and_resumed_it_ends_with_the_same_bits(
 
 def stop_within(paths: RunPaths, process: subprocess.Popen[str]) -> None:
     """Ctrl-C after the second step, while the answers of the third are under way."""
-    deadline = time.monotonic() + 240.0
+    deadline = time.monotonic() + 400.0
     while not (paths.metrics.exists() and len(records(paths, "step")) >= 2):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ from areal_hpc.messages import (
     Stop,
     TrainBatch,
     TrainerReady,
+    UnfinishedSaved,
     VersionLive,
     WeightsConnected,
     decode,
@@ -50,7 +51,7 @@ from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import ShardWriter, read_rows
 from areal_hpc.stop import StopFlag
 from areal_hpc.telemetry import Telemetry
-from areal_hpc.types import PROMPT_VERSION, BatchManifest, EvalSample, Lease, Trajectory
+from areal_hpc.types import PROMPT_VERSION, BatchManifest, EvalSample, Lease, Trajectory, unfinished_run_id
 
 
 class Crash(BaseException):
@@ -127,6 +128,8 @@ class _Working:
     lease: Lease
     started: int
     ticks: int
+    begun: dict[int, Trajectory] = field(default_factory=dict)
+    """Sample -> what an earlier attempt left of its answer."""
 
 
 class FakeWorld:
@@ -246,7 +249,7 @@ class FakeWorld:
             elif chance() < faults.fail:
                 self._tell(rank, LeaseFailed(lease.lease_id, lease.group_id, True, "bad luck"))
             elif chance() >= faults.silent:
-                self._finished[rank].append((lease, self._answers(lease, entry.started)))
+                self._finished[rank].append((lease, self._answers(entry)))
         if self._finished[rank] and chance() < 0.5:
             self._commit(rank)
         if self.turns % 50 == 0:
@@ -265,27 +268,50 @@ class FakeWorld:
             again = self._writers[rank].commit([sample for _, group in done for sample in group])
             self._tell(rank, ShardReady(self.paths.relative(again.path), again.digest, ids, again.rows))
 
-    def _answers(self, lease: Lease, started: int) -> list[Trajectory]:
-        group = []
-        for index in range(lease.group_size):
-            length = self.random.randint(2, 12)
-            # An interrupted answer goes on under newer weights.
-            versions = sorted(self.random.randint(started, self.served) for _ in range(length))
-            versions[0] = started
-            group.append(
-                Trajectory(
-                    tokens=np.arange(length + 1, dtype=np.int32),
-                    loss_mask=np.r_[0, np.ones(length)].astype(np.uint8),
-                    rollout_logprobs=np.zeros(length + 1, np.float32),
-                    versions=np.array([PROMPT_VERSION, *versions], np.int32),
-                    reward=float(self.random.randint(0, 1)),
-                    prompt_id=lease.prompt.prompt_id,
-                    group_id=lease.group_id,
-                    sample_index=index,
-                    finish_reason="stop",
-                )
-            )
-        return group
+    def _answers(self, entry: _Working) -> list[Trajectory]:
+        return [self._answer(entry, index) for index in range(entry.lease.group_size)]
+
+    def _answer(self, entry: _Working, index: int, **changes: object) -> Trajectory:
+        length = self.random.randint(2, 12)
+        # An interrupted answer goes on under newer weights.
+        versions = sorted(self.random.randint(entry.started, self.served) for _ in range(length))
+        versions[0] = entry.started
+        tokens = [self.random.randrange(1000) for _ in range(length)]
+        if index in entry.begun:
+            tokens = entry.begun[index].tokens[1:].tolist() + tokens
+            versions = entry.begun[index].versions[1:].tolist() + versions
+        lease = entry.lease
+        sample = Trajectory(
+            tokens=np.array([lease.prompt.prompt_id, *tokens], np.int32),
+            loss_mask=np.r_[0, np.ones(len(tokens))].astype(np.uint8),
+            rollout_logprobs=np.array([0, *tokens], np.float32),
+            versions=np.array([PROMPT_VERSION, *versions], np.int32),
+            reward=float(self.random.randint(0, 1)),
+            prompt_id=lease.prompt.prompt_id,
+            group_id=lease.group_id,
+            sample_index=index,
+            finish_reason="stop",
+        )
+        return replace(sample, **changes)
+
+    def _keep_unfinished(self, rank: int) -> None:
+        rows = [
+            self._answer(entry, index, finish_reason="abort", reward_parts={"turn": 0.0})
+            for entry in self._working[rank] for index in range(entry.lease.group_size) if self.random.random() < 0.8
+        ]  # fmt: skip
+        if rows:
+            role_rank = rank - self.rollout_ranks[0]
+            name = unfinished_run_id(self.config.run.name)
+            info = ShardWriter(self.paths.unfinished(role_rank), name, role_rank).commit(rows)
+            self._tell(rank, UnfinishedSaved(self.paths.relative(info.path), info.digest, info.rows))
+
+    def _begun(self, lease: Lease) -> dict[int, Trajectory]:
+        if lease.begun is None:
+            return {}
+        path = self.paths.resolve_inside(lease.begun.path)
+        rows = read_rows(path, lease.begun.rows, run_id=unfinished_run_id(self.config.run.name))
+        assert all(row.group_id == lease.group_id for row in rows)
+        return {row.sample_index: row for row in rows}
 
     # ---- orders to rollouts --------------------------------------------------------
 
@@ -297,12 +323,14 @@ class FakeWorld:
                     ticks = self.random.randint(1, 12)
                     if self.random.random() < self.faults.straggler:
                         ticks *= 30
-                    self._working[rank].append(_Working(lease, self.served, ticks))
+                    self._working[rank].append(_Working(lease, self.served, ticks, self._begun(lease)))
             case EvalRequest():
                 self.evaluations.append((message.version, len(message.prompts)))
                 assert message.version == self.served, "evaluated at a version that does not serve"
                 self._answer_later(rank, message)
             case Drain():
+                if message.keep and self._working[rank]:
+                    self._keep_unfinished(rank)
                 unfinished = tuple(entry.lease.lease_id for entry in self._working[rank])
                 self._working[rank].clear()
                 if self._finished[rank]:
