@@ -37,8 +37,9 @@ class ScriptedEngine:
         self.calls: list[tuple[list[int], SamplingSpec, str, int]] = []
 
     async def generate(
-        self, token_ids: list[int], sampling: SamplingSpec, request_id: str, seed: int
+        self, token_ids: list[int], sampling: SamplingSpec, request_id: str, seed: int, begun: Generation | None
     ) -> Generation:
+        assert begun is None
         if len(token_ids) >= self.max_context or sampling.max_new_tokens < 1:
             raise PromptTooLong("full")
         number = len(self.calls)
