@@ -374,7 +374,8 @@ def _neutral(runs: list[RunData], handles: list) -> None:
 def _robust_top(axes: Axes, values: list[float], floor: float = 1.6) -> None:
     """Keep one outlier (the first step) from flattening everything else."""
     known = sorted(value for value in values if math.isfinite(value))
-    if len(known) >= 5 and known[-1] > 3 * known[int(0.9 * (len(known) - 1))]:
-        axes.set_ylim(0, floor * known[int(0.9 * (len(known) - 1))])
+    high = known[int(0.9 * (len(known) - 1))] if known else 0.0
+    if len(known) >= 5 and 0 < 3 * high < known[-1]:
+        axes.set_ylim(0, floor * high)
     else:
         axes.set_ylim(bottom=0)
