@@ -71,9 +71,9 @@ def audit_run(root: Path) -> int:
     print(
         f"{counts['attempts']} attempts, {counts['admitted']} groups admitted, {counts['committed']} committed in "
         f"{counts['shards']} shards, {counts['trained']} trained in {counts['steps']} steps, {counts['waiting']} "
-        f"waiting, {counts['discarded']} discarded, {counts['dropped']} dropped, {counts['damaged']} damaged ({counts['unverified']} trained before that); "
-        f"largest staleness {result.max_staleness_seen}; {counts['unfinished']} unfinished answers kept, {counts['continued']} "
-        "gone on with"
+        f"waiting, {counts['discarded']} discarded, {counts['dropped']} dropped, {counts['damaged']} damaged "
+        f"({counts['unverified']} trained before that); largest staleness {result.max_staleness_seen}; "
+        f"{counts['unfinished']} unfinished answers kept, {counts['continued']} gone on with"
     )
     print("audit failed" if result.problems else "audit passed")
     return 1 if result.problems else 0

@@ -38,10 +38,10 @@ def run_replay(run: str, overrides: list[str], output: str | None) -> int:
         raise ConfigError(f"-o {target.root} exists already; choose another folder with -o FOLDER")
     target.create()
     save_config(config, target.config)
-    for step in history.changed_at:
-        print(f"the run's configuration changed at step {step}; its last one is used for every step")
-    changes = f" with {' '.join(overrides)}" if overrides else ""
-    print(f"replaying {last_step} steps of {source.root}{changes} in {target.root}", flush=True)
+    for step, changes in history.changes.items():
+        print(f"the run's settings changed after step {step}: {'; '.join(changes)}; the last ones are used for all steps")
+    options = f" with {' '.join(overrides)}" if overrides else ""
+    print(f"replaying {last_step} steps of {source.root}{options} in {target.root}", flush=True)
     code = _start_ranks(config, source, target, last_step)
     if code == 0:
         print_comparison(source, target)

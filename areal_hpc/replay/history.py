@@ -13,10 +13,15 @@ from typing import Any
 import msgspec
 
 from areal_hpc.config.algorithm import AlgorithmConfig
+from areal_hpc.config.changes import describe_changes
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.batcher import ReadyGroup, make_manifest
 from areal_hpc.controller.selection import keep_group
 from areal_hpc.types import BatchManifest, ShardRow
+
+
+TRAINING = ("algorithm.", "trainer.", "model.", "rollout.temperature", "rollout.max_new_tokens", "run.total_steps")
+"""Settings on which a training step depends, beside its batch."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,11 @@ class RecordedStep:
 
 @dataclass
 class History:
-    """The steps that survive in the run's last weights; `changed_at`: steps from which on an
-    attempt had another configuration than the one before."""
+    """The steps that survive in the run's last weights; `changes`: step from which on an attempt
+    had other settings for training -> these."""
 
     steps: list[RecordedStep] = field(default_factory=list)
-    changed_at: list[int] = field(default_factory=list)
+    changes: dict[int, list[str]] = field(default_factory=dict)
 
 
 def read_history(records: Iterable[dict[str, Any]], last_step: int) -> History:
@@ -46,14 +51,15 @@ def read_history(records: Iterable[dict[str, Any]], last_step: int) -> History:
     history = History()
     committed: dict[int, ReadyGroup] = {}
     steps: dict[int, RecordedStep] = {}
-    digest = ""
+    before: dict[str, Any] = {}
     for record in records:
         match record["k"]:
             case "run":
                 steps = {step: entry for step, entry in steps.items() if step <= record["train_step"]}
-                if digest and record["config"] != digest:
-                    history.changed_at.append(record["train_step"])
-                digest = record["config"]
+                after = {key: value for key, value in record.get("settings", {}).items() if key.startswith(TRAINING)}
+                if before and before != after:
+                    history.changes[record["train_step"]] = describe_changes(before, after)
+                before = after
             case "committed":
                 for group in record["groups"]:
                     rows = tuple(msgspec.convert(row, ShardRow) for row in group["rows"])

@@ -55,8 +55,8 @@ def main() -> int:
         Replay(config, source, target, rank, host, port).run(arguments.steps)
     except BaseException as error:
         logging.exception("the replay failed")
-        summary = " ".join(str(error).split())[:500]
-        echo(f"areal-hpc: replay rank {rank} failed: {type(error).__name__}: {summary} (log: {target.log('trainer', rank)})")
+        summary, log = " ".join(str(error).split())[:500], target.log("trainer", rank)
+        echo(f"areal-hpc: replay rank {rank} failed: {type(error).__name__}: {summary} (log: {log})")
         communicator.Abort(1)
     from mpi4py import MPI
 

@@ -30,7 +30,7 @@ from areal_hpc.paths import RunPaths
 from areal_hpc.rollout.engine import RolloutEngine
 from areal_hpc.spool.shard import read_rows
 from areal_hpc.telemetry import Telemetry
-from areal_hpc.types import Lease, Prompt, SamplingSpec, Trajectory
+from areal_hpc.types import Begun, Lease, Prompt, SamplingSpec, Trajectory
 from areal_hpc.weights.transfer import TrainerWeights
 
 TensorsFn = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -190,6 +190,7 @@ class Director:
         first_group: int | None = None,
         rank: int = 2,
         gold: str = "7",
+        begun: Begun | None = None,
     ) -> list[int]:
         """Lease these prompts to a rollout; the lease ids."""
         leases = []
@@ -205,6 +206,7 @@ class Director:
                     group_size=group_size,
                     prompt=Prompt(prompt_id=group, text=text, gold=gold),
                     sampling=sampling,
+                    begun=begun,
                 )
             )
         self.channel.send(rank, GrantLeases(tuple(leases)))

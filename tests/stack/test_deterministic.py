@@ -22,7 +22,7 @@ from areal_hpc.controller.ledger import read_ledger
 from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import read_rows
 
-STEPS = 5
+STEPS = 6
 OPTIONS = [
     "run.deterministic=true", "run.mode=sync", f"run.total_steps={STEPS}", "run.start_deadline_s=240",
     "rewards.fn=tests.stack.run_rewards:parity", "trainer.tp=1", "groups.trainer.ranks_per_node=1",
@@ -45,7 +45,8 @@ def command(*arguments: str) -> subprocess.Popen[str]:
 
 
 def start(folder: Path, model: Path, *overrides: str) -> subprocess.Popen[str]:
-    return command("run", "configs/quickstart.yaml", f"model.path={model}", f"run.folder={folder}", *OPTIONS, *overrides)
+    place = (f"model.path={model}", f"run.folder={folder}")
+    return command("run", "configs/quickstart.yaml", *place, *OPTIONS, *overrides)
 
 
 def end(process: subprocess.Popen[str], limit_s: float = 500.0) -> str:
@@ -74,27 +75,32 @@ def undisturbed(tmp_path_factory, model) -> RunPaths:
     return paths
 
 
-def test_stopped_in_the_middle_of_a_step_and_resumed_it_ends_with_the_same_bits(undisturbed, model, tmp_path):
+def test_killed_and_stopped_in_the_middle_of_steps_it_ends_with_the_same_bits(undisturbed, model, tmp_path):
+    """A kill at step 3 goes back to the checkpoint of step 2, or to the start where that was not whole yet."""
     paths = RunPaths(tmp_path / "run")
-    process = start(paths.root, model)
-    stop_within(paths, process)
-    output = end(process)
-    assert "stopping" in output, output
-    stopped_at = max(record["train_step"] for record in records(paths, "step"))
-    assert 1 <= stopped_at < STEPS
+    process = start(paths.root, model, "checkpoint.every=2")
+    wait_for_step(paths, 3, process)
+    os.kill(json.loads(paths.status.read_text())["pid"], signal.SIGKILL)
+    process.communicate(timeout=60.0)
+    assert process.returncode != 0
+    process = start(paths.root, model, "checkpoint.every=2", "run.on_existing=resume")
+    wait_for_step(paths, 4, process)
+    process.send_signal(signal.SIGINT)
+    assert "stopping" in end(process)
+    assert max(record["train_step"] for record in records(paths, "step")) < STEPS
     end(start(paths.root, model, "run.on_existing=resume"))
+    assert len({record["attempt"] for record in records(paths, "step")}) == 3
     assert samples(paths) == samples(undisturbed)
     assert weights(paths) == weights(undisturbed)
     assert not audit(paths).problems
 
 
-def stop_within(paths: RunPaths, process: subprocess.Popen[str]) -> None:
-    """Ctrl-C after the second step, while the answers of the third are under way."""
+def wait_for_step(paths: RunPaths, train_step: int, process: subprocess.Popen[str]) -> None:
+    """Until that step is done and the answers of the next one are under way."""
     deadline = time.monotonic() + 400.0
-    while not (paths.metrics.exists() and len(records(paths, "step")) >= 2):
+    while not (paths.metrics.exists() and train_step in {record["train_step"] for record in records(paths, "step")}):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
 
 
 def test_a_replay_makes_the_same_weights_from_the_spool_alone(undisturbed, tmp_path):

@@ -34,11 +34,14 @@ from areal_hpc.messages import (
     LeaseFailed,
     RolloutStatus,
     ShardReady,
+    UnfinishedSaved,
 )
+from areal_hpc.rollout.generation import Generation
 from areal_hpc.rollout.supervisor import EngineFailures
 from areal_hpc.rollout.tokens import load_tokenizer
-from areal_hpc.spool.shard import read_rows
-from areal_hpc.types import Prompt, SamplingSpec, Trajectory
+from areal_hpc.rollout.unfinished import Turn, to_rows
+from areal_hpc.spool.shard import ShardWriter, read_rows
+from areal_hpc.types import Begun, Lease, Prompt, SamplingSpec, Trajectory, unfinished_run_id
 from areal_hpc.weights.transfer import Publication, PublishError, TrainerWeights
 
 TOLERANCE = 1e-3
@@ -329,6 +332,40 @@ def test_prompts_that_cannot_be_answered_fail_for_good(stack):
         assert reason in failed.reason
 
 
+def test_an_unfinished_answer_goes_on_under_the_weights_that_serve_now(stack):
+    """What an earlier attempt left comes back token by token, and the rest is the new weights'."""
+    before = answer(stack, ["7+8="], long_spec(), group_size=4)
+    version = stack.step()
+    stack.publish(version)
+    left = {
+        (sample.sample_index, 0): Turn(
+            sample.tokens[: start[0]].tolist(),
+            Generation(
+                *(values[start[0] :][: 5 + 9 * sample.sample_index] for values in (
+                    sample.tokens, sample.rollout_logprobs, sample.versions)), "abort",
+            ),
+        )
+        for sample in before if (start := np.flatnonzero(sample.loss_mask)).size > 40 and sample.sample_index != 3
+    }  # fmt: skip
+    assert left
+    paths, name = stack.director.paths, stack.director.config.run.name
+    prompt = Prompt(prompt_id=before[0].prompt_id, text="7+8=", gold="7")
+    lease = Lease(1, before[0].group_id, 0, 1, 4, prompt, long_spec())
+    info = ShardWriter(paths.unfinished(0), unfinished_run_id(name), 0).commit(to_rows(left, lease))
+    begun = Begun(paths.relative(info.path), tuple(range(len(left))))
+    after = answer(stack, ["7+8="], long_spec(), group_size=4, first_group=before[0].group_id, begun=begun)
+    assert stack.check(after) == {version - 1, version}
+    for sample in after:
+        turn = left.get((sample.sample_index, 0))
+        old = 0 if turn is None else len(turn.generation.token_ids)
+        start = int(np.flatnonzero(sample.loss_mask)[0])
+        if turn is not None:
+            np.testing.assert_array_equal(sample.tokens[start:][:old], turn.generation.token_ids)
+            np.testing.assert_array_equal(sample.rollout_logprobs[start:][:old], turn.generation.logprobs)
+        assert (sample.versions[start:][:old] == version - 1).all() and (sample.versions[start:][old:] == version).all()
+        assert old < sample.num_loss_tokens <= 100
+
+
 def test_evaluation_runs_between_other_requests_at_one_version(stack):
     leases = stack.director.grant(["6+6="], long_spec(), group_size=8)
     prompts = tuple(Prompt(prompt_id=i, text=f"{i}+1=", gold=str(i + 1)) for i in range(3))
@@ -392,8 +429,16 @@ def test_a_drain_commits_what_is_done_and_names_the_rest(stack):
     gauges = director.engines[0].gauges
     start = gauges.generated_tokens
     director.wait_until(lambda: gauges.generated_tokens > start + 20, "generation")
-    director.channel.send(2, Drain(abandon=True, reason="test"))
+    director.channel.send(2, Drain(abandon=True, reason="test", keep=True))
+    kept = director.wait_for(UnfinishedSaved, deadline_s=30.0)
     assert director.wait_for(Drained, deadline_s=10.0).unfinished_leases == tuple(leases)
+    rows = read_rows(
+        director.paths.resolve_inside(kept.path), run_id=unfinished_run_id(director.config.run.name), verify=True
+    )
+    # Every answer that was under way, with the tokens it had, is that of the weights that served.
+    assert {(row.group_id, row.sample_index) for row in rows} == {(g, s) for g in leases for s in range(8)}
+    assert sum(row.num_loss_tokens for row in rows) >= 20 and any(row.finish_reason == "abort" for row in rows)
+    assert stack.check(rows) == {stack.version}
     [late] = director.grant(["1+1="], long_spec())
     failed = director.wait_for(LeaseFailed)
     assert failed.lease_id == late and failed.retry

@@ -16,8 +16,9 @@ from areal_hpc.replay.compare import line_of, means, num_equal_steps, step_recor
 from areal_hpc.replay.history import read_history, select_groups, step_manifest
 
 
-def run_record(step: int = 0, config: str = "a") -> dict:
-    return {"k": "run", "attempt": 1, "train_step": step, "data": "d", "config": config, "max_staleness": 4}
+def run_record(step: int = 0, **settings: object) -> dict:
+    settings = {"algorithm.clip_eps": 0.2, "eval.every": 1} | {key.replace("__", "."): settings[key] for key in settings}
+    return {"k": "run", "attempt": 1, "train_step": step, "data": "d", "config": "c", "settings": settings}
 
 
 def committed(group: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> dict:
@@ -40,13 +41,14 @@ def test_the_history_is_the_one_that_survives_in_the_last_weights():
         run_record(), committed(0, 0, 0), committed(1, 0, 0), committed(2, 1, 1), consumed(1, 0), consumed(2, 1),
         {"k": "unconsumed", "train_step": 2}, consumed(2, 1), consumed(3, 2),
         # Went back to the checkpoint of step 1: the steps after it are trained again, otherwise.
-        run_record(1, config="b"), consumed(2, 2), consumed(3, 1),
+        run_record(1, algorithm__clip_eps=0.3, eval__every=2), consumed(2, 2), consumed(3, 1),
     ]  # fmt: skip
     history = read_history(records, 3)
     assert [(step.train_step, step.version, [group.group_id for group in step.groups]) for step in history.steps] == [
         (1, 0, [0]), (2, 1, [2]), (3, 2, [1]),
     ]  # fmt: skip
-    assert history.changed_at == [1]
+    assert history.changes == {1: ["algorithm.clip_eps 0.2 -> 0.3"]}
+    assert read_history([run_record(), run_record(0, eval__every=2)], 0).changes == {}
     assert len(read_history(records, 2).steps) == 2
 
 
@@ -98,7 +100,9 @@ def test_the_configuration_is_the_runs_with_the_changes(run):
     assert replay_config(run, "run", [], None).run.folder == str(run.root) + "-replay-2"
 
 
-@pytest.mark.parametrize("override", ["rollout.temperature=0.5", "data.shuffle=false", "trainer.batch_size=8", "run.seed=1"])
+@pytest.mark.parametrize(
+    "override", ["rollout.temperature=0.5", "data.shuffle=false", "trainer.batch_size=8", "run.seed=1"]
+)
 def test_what_was_recorded_cannot_be_changed(run, override):
     with pytest.raises(ConfigError, match="cannot be changed in a replay"):
         replay_config(run, "run", [override], None)

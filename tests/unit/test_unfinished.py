@@ -34,8 +34,8 @@ def generation(*tokens: int, version: int = 2, reason: str = "abort") -> Generat
 
 
 def lease(**changes) -> Lease:
-    values = {"lease_id": 1, "group_id": 7, "epoch": 0, "attempt": 1, "group_size": 2, "prompt": PROMPT, "sampling": SAMPLING}
-    return Lease(**values | changes)
+    values = {"lease_id": 1, "group_id": 7, "epoch": 0, "attempt": 1, "group_size": 2}
+    return Lease(**values, prompt=PROMPT, sampling=SAMPLING, **changes)
 
 
 # ---- the shard ---------------------------------------------------------------------------
@@ -81,7 +81,9 @@ def test_parts_of_an_answer_and_the_tail_that_may_begin_a_stop_string():
 
 
 def begun_group(*versions: int) -> ReadyGroup:
-    rows = tuple(ShardRow(row, 7, 3, row, 6, 4, version, version, 0.0, "abort", 1) for row, version in enumerate(versions))
+    rows = tuple(
+        ShardRow(row, 7, 3, row, 6, 4, version, version, 0.0, "abort", 1) for row, version in enumerate(versions)
+    )
     return ReadyGroup(7, 0, "unfinished/rollout-00000/a.h5", rows)
 
 
