@@ -176,14 +176,11 @@ def find_lives(paths: RunPaths, begun: list[dict[str, Any]]) -> list[Life]:
     begins = start_times(paths.spans("controller", 0)) or [number(record, "time") for record in begun]
     if not begins:
         return []
-    signs = [last_time(path) for path in telemetry_files(paths)]
-    signs += [max((number(record, "time") for record in tail(paths.metrics)), default=0.0)]
+    ends = _last_signs(paths, begins)
+    # The controller is not always the last to be heard.
+    ends[-1] = max([ends[-1], *map(last_time, telemetry_files(paths))])
     lives = []
-    for index, begin in enumerate(begins):
-        if index + 1 < len(begins):
-            end = _last_before(paths, begins[index + 1])
-        else:
-            end = max(signs, default=begin)
+    for begin, end in zip(begins, ends, strict=True):
         # The attempt that the journal began during this life, if it came so far.
         steps = [int(record["train_step"]) for record in begun if begin - 1.0 <= number(record, "time") <= end + 1.0]
         lives.append(Life(begin, max(begin, end), steps[0] if steps else 0))
@@ -223,14 +220,17 @@ def last_time(path: Path) -> float:
     return max((number(record, "t") + number(record, "d") for record in tail(path, 4096)), default=0.0)
 
 
-def _last_before(paths: RunPaths, time: float) -> float:
-    """The last sign of life before `time`: in the controller's telemetry and in metrics.jsonl."""
-    last = 0.0
+def _last_signs(paths: RunPaths, begins: list[float]) -> list[float]:
+    """Time of the last line within each life, in the controller's telemetry and in metrics.jsonl."""
+    ends = list(begins)
+
+    def take(begin: float, end: float) -> None:
+        index = bisect.bisect_right(begins, begin) - 1
+        if index >= 0:
+            ends[index] = max(ends[index], end)
+
     for record in json_lines(paths.spans("controller", 0)):
-        end = number(record, "t") + number(record, "d")
-        if end < time:
-            last = max(last, end)
+        take(number(record, "t"), number(record, "t") + number(record, "d"))
     for record in json_lines(paths.metrics):
-        if number(record, "time") < time:
-            last = max(last, number(record, "time"))
-    return last
+        take(number(record, "time"), number(record, "time"))
+    return ends
