@@ -100,7 +100,14 @@ class EngineUpdates:
             await self._cancel_transfer()
         try:
             async with self._lock:
-                await asyncio.wait_for(self._serving.wait(), self._timeout_s)
+                if not self._engine.alive and call.method != "commit":
+                    # Not noticed yet: the restart is worth waiting for, or every attempt to
+                    # publish would fail within the same moment. A commit restarts by itself.
+                    self._serving.clear()
+                try:
+                    await asyncio.wait_for(self._serving.wait(), self._timeout_s)
+                except TimeoutError:
+                    raise TimeoutError(f"the engine did not serve again within {self._timeout_s:g} s") from None
                 result = await getattr(self, f"_on_{call.method}")(json.loads(call.payload))
             return WeightReturn(call.call_id, self._role_rank, json.dumps(result), "")
         except Exception as error:  # whatever went wrong here, the trainer has to hear of it

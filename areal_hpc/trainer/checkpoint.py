@@ -83,7 +83,10 @@ class Checkpoints:
             for name in self._engines:
                 (temporary / name).mkdir(mode=0o700, parents=True)
         dist.barrier()
-        parts = {name: _Part(engine, temporary / name) for name, engine in self._engines.items()}
+        try:
+            parts = {name: _Part(engine, temporary / name) for name, engine in self._engines.items()}
+        except Exception as error:  # Megatron writes what all ranks have in common while it plans
+            raise find_disk_full(error, temporary, sum(map(_about_bytes, self._engines.values()))) or error from None
 
         def write() -> None:
             try:
@@ -225,6 +228,11 @@ class _Part:
         """On the lead, with every rank's results: torch's and Megatron's own metadata files."""
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+
+
+def _about_bytes(engine: MegatronTrainer) -> int:
+    """Size of this rank's part before it is planned: weights, their fp32 copy and Adam's two moments."""
+    return sum(parameter.numel() * (parameter.element_size() + 12) for parameter in engine.module.parameters())
 
 
 class _Planned(TorchDistSaveShardedStrategy):

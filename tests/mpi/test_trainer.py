@@ -20,12 +20,15 @@ def models(tmp_path_factory) -> Path:
     return root
 
 
-def run_peers(scene: str, layout: tuple[int, int, int, int], models: Path, run: Path, timeout: float = 400.0) -> None:
+def run_peers(
+    scene: str, layout: tuple[int, int, int, int], models: Path, run: Path, *, prefix: list[str] = [], timeout: float = 400.0
+) -> None:
+    """`prefix`: a command that the whole world is started under."""
     tp, pp, dp, _ = layout
     ranks = tp * pp * dp
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(HERE)}
     result = subprocess.run(
-        [find_mpiexec(), "-n", str(ranks), sys.executable, HERE / "trainer_peers.py", scene, *map(str, layout),
+        [*prefix, find_mpiexec(), "-n", str(ranks), sys.executable, HERE / "trainer_peers.py", scene, *map(str, layout),
          models, run],
         capture_output=True, text=True, timeout=timeout, env=environment,
     )
@@ -55,3 +58,17 @@ def test_training_steps_equal_plain_torch_and_resume_in_any_layout(models, tmp_p
     # One rank first: the others load its checkpoint and compare with its results.
     for layout in ((1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 1)):
         run_peers("steps", layout, models, tmp_path)
+
+
+def test_a_shard_that_one_rank_cannot_read_refuses_the_batch_on_all(models, tmp_path):
+    run_peers("damaged", (2, 1, 1, 1), models, tmp_path)
+
+
+def test_a_checkpoint_on_a_full_disk_says_so_and_succeeds_with_space(models, tmp_path):
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("no unprivileged mount namespace for a small tmpfs")
+    small = tmp_path / "full" / "checkpoints"
+    small.mkdir(parents=True)
+    mount = [*namespace, "sh", "-c", 'mount -t tmpfs -o size=8m none "$0" && exec "$@"', str(small)]
+    run_peers("full", (1, 1, 1, 1), models, tmp_path, prefix=mount)

@@ -1,5 +1,6 @@
 """What each trainer rank does in test_trainer.py: `trainer_peers.py SCENE TP PP DP EP MODELS RUN`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -241,7 +242,7 @@ class Steps:
 
         shards = None
         if self.scene.rank == 0:
-            writer = ShardWriter(self.paths.rollout_spool(0), "test", 0)
+            writer = ShardWriter(self.paths.rollout_spool(0), self.config.run.name, 0)
             batch = make_batch(step)
             shards = tuple(self.paths.relative(writer.commit(batch[start::2]).path) for start in (0, 1))
         manifest = make_manifest(step, self.scene.comm.bcast(shards), self.scene.place.layout.dp)
@@ -296,6 +297,59 @@ def steps(scene: Scene) -> None:
     options(scene)
 
 
+def damaged(scene: Scene) -> None:
+    """Damage that one rank meets refuses the batch on all, and nothing of it is trained."""
+    from areal_hpc.spool.schema import ShardError
+    from areal_hpc.trainer import reading
+
+    run = Steps(scene, "damaged")
+    before = run.weights()
+    real = reading.read_rows
+
+    def unreadable(path, *args, **kwargs):
+        if scene.rank == 1:
+            raise ShardError(f"shard {path} is not readable: zero-filled")
+        return real(path, *args, **kwargs)
+
+    reading.read_rows = unreadable
+    try:
+        run.train(1)
+    except reading.BatchDamaged as error:
+        assert len(error.damaged) == 2 and all("zero-filled" in reason for reason in error.damaged.values())
+    else:
+        raise AssertionError("the damaged batch was trained")
+    reading.read_rows = real
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.weights().items())
+    assert np.isfinite(run.train(1)["loss"])
+
+
+def full(scene: Scene) -> None:
+    """A checkpoint on a full disk says so, leaves the run as it was, and succeeds when there is space again."""
+    run = Steps(scene, "full")
+    run.train(1)
+    filler = run.paths.checkpoints / "filler"
+    for leave_bytes in (0, 20_000, 200_000):
+        free = os.statvfs(run.paths.checkpoints)
+        filler.write_bytes(bytes(free.f_bavail * free.f_frsize - leave_bytes))
+        try:
+            run.checkpoints.save(1, 1)
+            run.checkpoints.wait(60.0)
+        except (RuntimeError, OSError) as error:
+            text = str(error)
+            assert "disk full" in text and str(run.paths.checkpoints) in text and "bytes" in text, text
+            print(leave_bytes, text)
+        else:
+            raise AssertionError("a checkpoint was written without space")
+        filler.unlink()
+        run = Steps(scene, "full")
+        assert run.checkpoints.load_newest() == 0
+        assert list(run.paths.checkpoints.iterdir()) == []
+        run.train(1)
+    run.checkpoints.save(1, 1)
+    assert run.checkpoints.wait(60.0).train_step == 1
+    assert Steps(scene, "full").checkpoints.load_newest() == 1
+
+
 def options(scene: Scene) -> None:
     """Critic, reference policy and other objectives: the same result in every layout, and all different."""
     cases = {
@@ -333,7 +387,7 @@ def options(scene: Scene) -> None:
         assert len({round(norm, 6) for norm in norms}) == len(norms), norms
 
 
-SCENES = {"dense": dense, "experts": experts, "refuse": refuse, "steps": steps}
+SCENES = {"dense": dense, "experts": experts, "refuse": refuse, "steps": steps, "damaged": damaged, "full": full}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
