@@ -45,7 +45,8 @@ SETTINGS = [
 class OtherPrograms:
     """Cores that programs outside this process's tree take, sampled while a run goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = 2.0) -> None:
+        self._interval_s = interval_s
         self._ended = threading.Event()
         self._samples: list[float] = []
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -64,7 +65,7 @@ class OtherPrograms:
 
     def _watch(self) -> None:
         own, before = psutil.Process(), None
-        while not self._ended.wait(2.0):
+        while not self._ended.wait(self._interval_s):
             total = psutil.cpu_times()
             used = sum(total) - total.idle - total.iowait
             mine: dict[int, float] = {}
