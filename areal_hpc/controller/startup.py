@@ -172,7 +172,8 @@ def open_ledger(
         progress.event(
             f"attempt {state.attempt} goes on from step {train_step}: {len(state.ready)} groups ready "
             f"({state.num_returned} of them consumed after the checkpoint, {num_adopted} found in the spool), "
-            f"{len(state.in_flight)} asked again ({num_lost} of them damaged)"
+            f"{len(state.in_flight)} asked again ({num_lost} of them damaged, {len(state.unfinished)} with unfinished "
+            "answers to go on with)"
         )
     ledger.sync()
     return ledger, state

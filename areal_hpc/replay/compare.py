@@ -49,7 +49,7 @@ def step_records(metrics: Path) -> dict[int, dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue  # a line that a killed writer did not finish
-        if record.get("kind") == "step":
+        if record.get("kind") in ("step", "skipped"):  # skipped: a replay left out all of its groups
             found[record["train_step"]] = record
     return found
 
@@ -109,6 +109,8 @@ def print_comparison(source: RunPaths, target: RunPaths) -> None:
     print(HEADER)
     print(line_of("mean", verdict["run_means"], verdict["replay_means"]))
     print(f"{verdict['equal_steps']} of {verdict['steps']} steps have the run's values to the last bit")
+    if verdict["equal_steps"] < verdict["steps"]:
+        print("gap: in a replay whose weights have become others than the run's, the way between the two is part of it")
     gap = verdict["weights"]
     step = verdict["train_step"]
     if gap is None:

@@ -119,7 +119,7 @@ class Replay:
         begin = time.perf_counter()
         groups = select_groups(self._config.algorithm, step, max_staleness)
         record: dict[str, Any] = {
-            "kind": "step", "time": time.time(), "attempt": 1, "train_step": step.train_step,
+            "kind": "step" if groups else "skipped", "time": time.time(), "attempt": 1, "train_step": step.train_step,
             "version": step.version, "left_out_groups": len(step.groups) - len(groups),
         }  # fmt: skip
         if groups:

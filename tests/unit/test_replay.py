@@ -131,3 +131,7 @@ def test_the_table_shows_both_values_only_where_they_differ(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(record) + "\n" for record in (before, after)) + "{")
     assert step_records(metrics) == {1: after}
+    skipped = {"kind": "skipped", "train_step": 2, "left_out_groups": 8}
+    metrics.write_text(json.dumps(skipped) + "\n" + json.dumps({"kind": "eval", "train_step": 3}) + "\n")
+    assert step_records(metrics) == {2: skipped}
+    assert line_of(2, before, skipped).split()[:2] == ["2", "8"] and "0.5 > -" in line_of(2, before, skipped)
