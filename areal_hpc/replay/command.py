@@ -17,7 +17,7 @@ from areal_hpc.config.schema import Config
 from areal_hpc.controller.ledger import LedgerError, read_ledger
 from areal_hpc.launch.local import find_mpiexec, rank_environment, role_environments
 from areal_hpc.paths import RunPaths
-from areal_hpc.replay.compare import print_comparison, step_records
+from areal_hpc.replay.compare import print_comparison
 from areal_hpc.replay.history import History, read_history
 from areal_hpc.trainer.checkpoint_folder import find_checkpoint
 
@@ -31,8 +31,8 @@ def run_replay(run: str, overrides: list[str], output: str | None) -> int:
     """Check, train again, compare and print; returns the exit code."""
     source = RunPaths(Path(run).expanduser().resolve())
     config = replay_config(source, run, overrides, output)
-    last_step = find_last_step(source, run)
-    history = check_history(source, run, last_step)
+    history = check_history(source, run)
+    last_step = history.steps[-1].train_step
     target = RunPaths(Path(config.run.folder))
     if target.root.exists():
         raise ConfigError(f"-o {target.root} exists already; choose another folder with -o FOLDER")
@@ -76,21 +76,16 @@ def _free_folder(root: Path) -> Path:
     return folder
 
 
-def find_last_step(source: RunPaths, run: str) -> int:
-    """Step of the newest whole checkpoint, to which weights can be compared, else the last one measured."""
+def check_history(source: RunPaths, run: str) -> History:
+    """The steps up to the newest whole checkpoint, to which weights can be compared; without one all of
+    them. ConfigError if there is none, or a shard that they lie in is gone."""
     found = find_checkpoint(source)
-    last_step = found[1].train_step if found else max(step_records(source.metrics), default=0)
-    if not last_step:
-        raise ConfigError(f"RUN={run} has not finished a single training step: there is nothing to replay")
-    return last_step
-
-
-def check_history(source: RunPaths, run: str, last_step: int) -> History:
-    """The recorded steps; ConfigError if a shard that they lie in is gone."""
     try:
-        history = read_history(read_ledger(source.ledger), last_step)
+        history = read_history(read_ledger(source.ledger), found[1].train_step if found else None)
     except (LedgerError, ValueError) as error:
         raise ConfigError(f"RUN={run}: {error}") from None
+    if not history.steps:
+        raise ConfigError(f"RUN={run} has not finished a single training step: there is nothing to replay")
     for step in history.steps:
         for path in sorted({group.path for group in step.groups}):
             if not source.resolve_inside(path).is_file():

@@ -42,8 +42,8 @@ class History:
     changes: dict[int, list[str]] = field(default_factory=dict)
 
 
-def read_history(records: Iterable[dict[str, Any]], last_step: int) -> History:
-    """The surviving steps up to `last_step`, in order.
+def read_history(records: Iterable[dict[str, Any]], last_step: int | None) -> History:
+    """The surviving steps up to `last_step`, in order; None: up to the last version that was served.
 
     What was trained after a checkpoint from which the run then went on again is left out:
     the weights that learnt from it are lost. Raises ValueError if steps are missing.
@@ -52,10 +52,12 @@ def read_history(records: Iterable[dict[str, Any]], last_step: int) -> History:
     committed: dict[int, ReadyGroup] = {}
     steps: dict[int, RecordedStep] = {}
     before: dict[str, Any] = {}
+    live = 0
     for record in records:
         match record["k"]:
             case "run":
-                steps = {step: entry for step, entry in steps.items() if step <= record["train_step"]}
+                live = record["train_step"]
+                steps = {step: entry for step, entry in steps.items() if step <= live}
                 after = {key: value for key, value in record.get("settings", {}).items() if key.startswith(TRAINING)}
                 if before and before != after:
                     history.changes[record["train_step"]] = describe_changes(before, after)
@@ -69,6 +71,9 @@ def read_history(records: Iterable[dict[str, Any]], last_step: int) -> History:
                 steps[record["train_step"]] = RecordedStep(record["train_step"], record["version"], groups)
             case "unconsumed":
                 del steps[record["train_step"]]
+            case "live":
+                live = record["version"]
+    last_step = live if last_step is None else last_step
     history.steps = [entry for step, entry in sorted(steps.items()) if step <= last_step]
     found = [entry.train_step for entry in history.steps]
     if found != list(range(1, last_step + 1)):

@@ -11,7 +11,7 @@ from areal_hpc.config.load import save_config
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.ledger import Ledger
 from areal_hpc.paths import RunPaths
-from areal_hpc.replay.command import check_history, find_last_step, replay_config
+from areal_hpc.replay.command import check_history, replay_config
 from areal_hpc.replay.compare import line_of, means, num_equal_steps, step_records
 from areal_hpc.replay.history import read_history, select_groups, step_manifest
 
@@ -52,6 +52,18 @@ def test_the_history_is_the_one_that_survives_in_the_last_weights():
     assert len(read_history(records, 2).steps) == 2
 
 
+def test_without_a_checkpoint_the_last_version_that_was_served_counts():
+    live = [{"k": "live", "version": version} for version in (1, 2)]
+    records = [run_record(), committed(0, 0, 0), committed(1, 0, 0), consumed(1, 0), live[0], consumed(2, 1), live[1]]
+    assert [step.train_step for step in read_history(records, None).steps] == [1, 2]
+    # Begun again from nothing: the steps of before are nobody's.
+    assert read_history([*records, run_record()], None).steps == []
+    again = read_history([*records, run_record(), consumed(1, 1), live[0], consumed(2, 0)], None)
+    assert [(step.train_step, step.groups[0].group_id) for step in again.steps] == [(1, 1)]
+    with pytest.raises(ValueError, match="0 steps up to step 2"):
+        read_history([*records, run_record()], 2)
+
+
 def test_a_journal_without_a_step_is_refused():
     with pytest.raises(ValueError, match="1 steps up to step 2"):
         read_history([run_record(), committed(0, 0, 0), consumed(2, 0)], 2)
@@ -85,10 +97,9 @@ def run(tmp_path):
     config.model.path = config.model.tokenizer = str(tmp_path / "model")
     save_config(config, paths.config)
     ledger = Ledger(paths.ledger)
-    for record in (run_record(), committed(0, 0, 0), consumed(1, 0)):
+    for record in (run_record(), committed(0, 0, 0), consumed(1, 0), {"k": "live", "version": 1}):
         ledger.add(record.pop("k"), **record)
     ledger.close()
-    paths.metrics.write_text(json.dumps({"kind": "step", "train_step": 1}) + "\n" + '{"kind": "st')
     return paths
 
 
@@ -111,12 +122,15 @@ def test_what_was_recorded_cannot_be_changed(run, override):
 def test_a_folder_that_is_no_run_a_run_without_a_step_and_a_lost_shard_are_refused(run, tmp_path):
     with pytest.raises(ConfigError, match="no run folder"):
         replay_config(RunPaths(tmp_path / "model"), "model", [], None)
-    assert find_last_step(run, "run") == 1
     with pytest.raises(ConfigError, match="shard spool/rollout-00000/0.h5, which step 1 was trained on, is gone"):
-        check_history(run, "run", 1)
-    run.metrics.unlink()
+        check_history(run, "run")
+    shard = run.root / "spool/rollout-00000/0.h5"
+    shard.parent.mkdir()
+    shard.touch()
+    assert len(check_history(run, "run").steps) == 1
+    run.ledger.unlink()
     with pytest.raises(ConfigError, match="not finished a single training step"):
-        find_last_step(run, "run")
+        check_history(run, "run")
 
 
 def test_the_table_shows_both_values_only_where_they_differ(tmp_path):
