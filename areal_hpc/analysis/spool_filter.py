@@ -33,12 +33,9 @@ class Interval:
 
     def meets(self, lowest: np.ndarray, highest: np.ndarray) -> np.ndarray:
         """[N] bool: which of the ranges lowest..highest have a number inside."""
-        # Compared in the stored type: a reward of 0.9 is the float32 that is nearest to 0.9.
-        low, high = (
-            lowest.dtype.type(bound) if lowest.dtype.kind == "f" else bound for bound in (self.low, self.high)
-        )
-        above = highest > low if self.low_open else highest >= low
-        below = lowest < high if self.high_open else lowest <= high
+        # numpy compares in the stored type: a reward of 0.9 is the float32 that is nearest to 0.9.
+        above = highest > self.low if self.low_open else highest >= self.low
+        below = lowest < self.high if self.high_open else lowest <= self.high
         return above & below
 
 

@@ -32,11 +32,12 @@ def spool(tmp_path):
     paths.create()
     every: dict[str, Trajectory] = {}
     shards = []
+    writers = [ShardWriter(paths.rollout_spool(rank), "run-a", rank) for rank in (0, 1)]
     for index, rank in enumerate((0, 0, 1)):
         generator = np.random.default_rng(index)
         found = [make_trajectory(generator, 8 * index + g, k) for g in range(8) for k in range(4)]
         every |= {f"{one.group_id}.{one.sample_index}": one for one in found}
-        shards.append(ShardWriter(paths.rollout_spool(rank), "run-a", rank).commit(found).path)
+        shards.append(writers[rank].commit(found).path)
     return paths.root, every, shards
 
 
