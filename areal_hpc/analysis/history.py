@@ -173,18 +173,19 @@ def _go_back(history: History, step: int | None) -> None:
 
 def find_lives(paths: RunPaths, begun: list[dict[str, Any]]) -> list[Life]:
     """Every start of the ranks, from the controller's telemetry, and how long each lasted."""
-    begins = start_times(paths.spans("controller", 0)) or [number(record, "time") for record in begun]
-    if not begins:
+    starts = start_times(paths.spans("controller", 0)) or [
+        (number(record, "time"), int(number(record, "attempt"))) for record in begun
+    ]
+    if not starts:
         return []
+    begins = [begin for begin, _ in starts]
+    step_of = {int(number(record, "attempt")): int(number(record, "train_step")) for record in begun}
     ends = _last_signs(paths, begins)
     # The controller is not always the last to be heard.
     ends[-1] = max([ends[-1], *map(last_time, telemetry_files(paths))])
-    lives = []
-    for begin, end in zip(begins, ends, strict=True):
-        # The attempt that the journal began during this life, if it came so far.
-        steps = [int(record["train_step"]) for record in begun if begin - 1.0 <= number(record, "time") <= end + 1.0]
-        lives.append(Life(begin, max(begin, end), steps[0] if steps else 0))
-    return lives
+    return [
+        Life(begin, max(begin, end), step_of.get(attempt, 0)) for (begin, attempt), end in zip(starts, ends, strict=True)
+    ]
 
 
 def telemetry_files(paths: RunPaths) -> list[Path]:
@@ -198,9 +199,9 @@ def rank_of(path: Path) -> tuple[str, int]:
     return role, int(rank) if rank.isdigit() else 0
 
 
-def start_times(path: Path) -> list[float]:
-    """When a rank was started, from the marks in its telemetry."""
-    found: list[float] = []
+def start_times(path: Path) -> list[tuple[float, int]]:
+    """(when a rank was started, as which attempt) from the marks in its telemetry."""
+    found: list[tuple[float, int]] = []
     try:
         stream = open(path, "rb")
     except OSError:
@@ -210,8 +211,9 @@ def start_times(path: Path) -> list[float]:
             if b'"c":"start' not in line:
                 continue
             record = parse(line)
-            if record is not None and (not found or number(record, "t") > found[-1] + SAME_START_S):
-                found.append(number(record, "t"))
+            if record is None or (found and number(record, "t") <= found[-1][0] + SAME_START_S):
+                continue
+            found.append((number(record, "t"), int(number(record, "v")) if record["c"] == "start" else len(found) + 1))
     return found
 
 

@@ -196,6 +196,7 @@ def _faults(run: RunData) -> str:
     for event in read_events(run.history.paths):
         values = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event", "nodes"))
         entries.append((number(event, "time"), f"supervisor: {event.get('event')}" + (f" ({values})" if values else "")))
+    entries += _starts(run)
     entries.sort()
     counters = read_json(run.history.paths.status).get("counters") or {}
     rows = [[f"{name.replace('_', ' ')}", f"{value:,.0f}"] for name, value in counters.items() if name != "trajectories"]
@@ -213,6 +214,16 @@ def _faults(run: RunData) -> str:
         if len(entries) > len(shown):
             text += f'<p class="note">{len(entries) - len(shown)} more in between.</p>'
     return text + (_table(["counted", "times"], [[escape(name), value] for name, value in rows]) if rows else "")
+
+
+def _starts(run: RunData) -> list[tuple[float, str]]:
+    """(time, what) of every start after the first."""
+    lives = run.history.lives
+    return [
+        (after.begin, f"started again from step {after.first_step}, {duration(after.begin - before.end)} after the last "
+                      "sign of life")
+        for before, after in zip(lives, lives[1:])
+    ]  # fmt: skip
 
 
 def _samples(run: RunData) -> str:

@@ -168,21 +168,27 @@ def _take_steps(found: RunStatus, history: History) -> None:
 
 def _ranks(paths: RunPaths, last: dict[str, Any], now: float) -> list[Rank]:
     """Every rank that has a file or that the controller knows, with its last sign of life."""
-    hosts = {}
+    hosts, reports = {}, {}
     for world_rank, sign in sorted((last.get("ranks") or {}).items(), key=lambda item: int(item[0])):
         role = str(sign.get("role", ""))
         rank = sum(1 for other, _ in hosts if other == role)
         hosts[role, rank] = str(sign.get("host", ""))
+        reports[role, rank] = number(sign, "time")
     found = {key: Rank(*key, host=host) for key, host in hosts.items()}
+    full: set[tuple[str, int]] = set()
     for path in telemetry_files(paths):
         role, rank = rank_of(path)
         entry = found.setdefault((role, rank), Rank(role, rank))
-        entry.age_s = max(0.0, now - last_time(path))
-        entry.doing = _doing(tail(path, 4096))
+        newest = tail(path, 4096)
+        # What it told the controller counts as well: a telemetry file may be full.
+        entry.age_s = max(0.0, now - max(last_time(path), reports.get((role, rank), 0.0)))
+        entry.doing = _doing(newest)
+        if newest and newest[-1].get("c") == "telemetry.full":
+            full.add((role, rank))
     # Compared with the liveliest rank, not with this machine's clock, which may be wrong.
     ages = [entry.age_s for entry in found.values() if entry.age_s is not None]
-    for entry in found.values():
-        entry.silent = entry.age_s is not None and entry.age_s - min(ages) > SILENT_S
+    for key, entry in found.items():
+        entry.silent = key not in full and entry.age_s is not None and entry.age_s - min(ages) > SILENT_S
     order = {"controller": 0, "trainer": 1, "rollout": 2}
     return sorted(found.values(), key=lambda entry: (order.get(entry.role, 3), entry.rank))
 

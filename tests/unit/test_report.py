@@ -13,6 +13,7 @@ import pytest
 
 from areal_hpc.analysis.cost import Used, parse_accounting
 from areal_hpc.analysis.history import load_history
+from areal_hpc.analysis.page import _faults, _samples, _tiles
 from areal_hpc.analysis.run_data import load_run, unique_labels
 from areal_hpc.analysis.samples import show, spread
 from areal_hpc.analysis.spool_text import printable
@@ -42,17 +43,27 @@ from controller_world import Disk, make_config
 from run_folders import T0, make_run, quicken, set_times, write_ranks
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    quicken(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A whole run with its report, its table and its pictures; tests only read it."""
+    folder = tmp_path_factory.mktemp("report")
+    found = make_run(folder).paths
+    set_times(found, [(T0, 0)])
+    write_ranks(found)
+    page_of(found, folder, "--csv", str(folder / "t.csv"), "--png", str(folder / "png"))
+    return folder
 
 
 @pytest.fixture
-def paths(tmp_path) -> RunPaths:
-    found = make_run(tmp_path).paths
-    set_times(found, [(T0, 0)])
-    write_ranks(found)
-    return found
+def paths(folder) -> RunPaths:
+    return RunPaths(folder / "run")
 
 
 class Page(HTMLParser):
@@ -150,9 +161,9 @@ def test_activities_add_up_to_the_time_of_the_ranks(paths):
         assert in_bins.sum() == pytest.approx(rank.run_s)
 
 
-def test_the_page_shows_these_figures(paths, tmp_path):
+def test_the_page_shows_these_figures(paths, folder):
     expected = trained_rows(paths)
-    page = page_of(paths, tmp_path)
+    page = Page((folder / "report.html").read_text())
     tokens = sum(row["num_loss_tokens"] for rows in expected.values() for row, _ in rows)
     largest = max(version - row["min_version"] for rows in expected.values() for row, version in rows)
     assert f"{tokens:,}answer tokens trained, in 48 samples" in page.text
@@ -164,10 +175,9 @@ def test_the_page_shows_these_figures(paths, tmp_path):
     assert page.row("core-hours")[1:] == [f"{65 / 3600 * 7:.4g}", f"{65 / 3600 * 7 / (tokens / 1e6):.4g}"]
 
 
-def test_the_page_stands_alone(paths, tmp_path):
-    output = tmp_path / "report.html"
-    page = page_of(paths, tmp_path)
-    text = output.read_text()
+def test_the_page_stands_alone(folder):
+    text = (folder / "report.html").read_text()
+    page = Page(text)
     assert page.tags["script"] == page.tags["link"] == page.tags["img"] == 0
     links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href") and value]
     assert all(value.startswith(("#", "data:")) for value in links), "nothing is fetched"
@@ -179,16 +189,15 @@ def test_the_page_stands_alone(paths, tmp_path):
     assert page.tags["figure"] == text.count("<svg role=\"img\"") >= 8
 
 
-def test_csv_and_png(paths, tmp_path):
-    page_of(paths, tmp_path, "--csv", str(tmp_path / "t.csv"), "--png", str(tmp_path / "png"))
-    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+def test_csv_and_png(paths, folder):
+    rows = list(csv.DictReader((folder / "t.csv").open()))
     assert [int(row["train_step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     expected = trained_rows(paths)
     for row in rows:
         chosen = expected[int(row["train_step"])]
         assert int(row["num_answer_tokens"]) == sum(entry["num_loss_tokens"] for entry, _ in chosen)
         assert float(row["run_hours"]) == pytest.approx((5.0 + 10.0 * int(row["train_step"])) / 3600, abs=1e-5)
-    assert {path.stem for path in (tmp_path / "png").iterdir()} >= {"curves", "timeline", "staleness"}
+    assert {path.stem for path in (folder / "png").iterdir()} >= {"curves", "timeline", "staleness"}
 
 
 # ---- runs of every kind ----------------------------------------------------------------
@@ -208,9 +217,9 @@ def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path):
         sums = run.trained.steps[step]
         assert sums.num_samples == len(seen.samples)
         assert sums.staleness == Counter(seen.version - low for low in seen.min_versions)
-    page = page_of(world.paths, tmp_path)
+    page = Page(_tiles(run) + _faults(run))
     assert "in 48 samples" in page.text and "attempt 2 goes on from step" in page.text
-    assert "run time in 2 starts" in page.text
+    assert "run time in 2 starts" in page.text and f"started again from step {first}, " in page.text
 
 
 def test_a_run_that_was_killed(tmp_path):
@@ -224,11 +233,17 @@ def test_a_run_that_was_killed(tmp_path):
     assert page.row("unreadable shards of those that were sampled")[1] == "1"
 
 
-def test_a_damaged_journal_is_read_up_to_the_damage(paths, tmp_path):
+def test_a_damaged_journal_is_read_up_to_the_damage(tmp_path):
+    paths = make_run(tmp_path).paths
+    steps = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
+    steps[2]["trainer/grad_norm"] = float("inf")  # which Python writes, although it is no JSON
+    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    assert len(load_history(paths.root).steps) == 6
     lines = paths.ledger.read_bytes().splitlines(keepends=True)
     lines[len(lines) // 2] = b"00000000" + lines[len(lines) // 2][8:]
     paths.ledger.write_bytes(b"".join(lines))
-    assert page_of(paths, tmp_path).row("journal damaged at byte")[1] == f"{len(b''.join(lines[: len(lines) // 2])):,}"
+    place = len(b"".join(lines[: len(lines) // 2]))
+    assert Page(_faults(load_run(paths.root))).row("journal damaged at byte")[1] == f"{place:,}"
 
 
 def test_an_empty_run(tmp_path, capsys):
@@ -274,12 +289,12 @@ def test_a_sample_is_split_by_the_origin_of_its_tokens():
     assert (shown.num_tokens, shown.versions) == (3, (3, 3))
 
 
-def test_what_a_policy_writes_cannot_become_markup(paths, tmp_path, monkeypatch):
+def test_what_a_policy_writes_cannot_become_markup(paths, monkeypatch):
     from areal_hpc.analysis import samples
 
     evil = "</pre><script>alert(1)</script>&lt;\u202e\x00"
     monkeypatch.setattr(samples, "find_decoder", lambda history: lambda ids: evil)
-    page = page_of(paths, tmp_path)
+    page = Page(_samples(load_run(paths.root)))
     assert page.tags["script"] == 0 and "<script>alert(1)</script>&lt;" in page.text
     assert "\x00" not in page.text and "\u202e" not in page.text and printable("\u202e") == r"\u202e"
 
@@ -334,11 +349,3 @@ def test_accounting_counts_every_component_of_every_life():
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 100, 999, 31_000])
 def test_long_lengths_are_counted_within_three_percent(length):
     assert abs(bucket(length) - length) <= (0 if length <= 64 else 0.03 * length)
-
-
-def test_a_report_of_numbers_that_json_cannot_hold(paths, tmp_path):
-    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
-    lines[2]["trainer/grad_norm"] = float("inf")
-    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert len(load_history(paths.root).steps) == 6
-    page_of(paths, tmp_path)

@@ -29,7 +29,10 @@ def configuration(folder):
 
 
 def change_status(paths: RunPaths, **values: object) -> None:
-    replace_json(paths.status, {**json.loads(paths.status.read_text()), **values})
+    """Change status.json; no rank has told the controller anything for long."""
+    status = json.loads(paths.status.read_text())
+    ranks = {name: {**sign, "time": 0.0} for name, sign in status["ranks"].items()}
+    replace_json(paths.status, {**status, "ranks": ranks, **values})
 
 
 def keep_steps(paths: RunPaths, last: int, **values: object) -> None:
@@ -70,6 +73,20 @@ def test_a_running_run_and_its_silent_rank(tmp_path, capsys):
     assert "waits for  trainer 0 on node1" in text
     main([str(paths.root), "--json"])
     assert json.loads(capsys.readouterr().out)["staleness_bound"] == 2
+
+
+def test_a_full_telemetry_file_is_no_silence(tmp_path):
+    paths = make_run(tmp_path).paths
+    change_status(paths, state="running", time=time.time())
+    sign(paths, "controller", 0, 1)
+    sign(paths, "rollout", 0, 99)
+    append_jsonl(paths.spans("rollout", 0), {"t": time.time() - 98, "c": "telemetry.full", "v": 1})
+    sign(paths, "trainer", 0, 97)
+    assert [rank.name for rank in inspect(paths.root).silent_ranks] == ["trainer 0"]
+    ranks = json.loads(paths.status.read_text())["ranks"]
+    ranks["1"]["time"] = time.time() - 1
+    change_status(paths, ranks=ranks)
+    assert inspect(paths.root).silent_ranks == []
 
 
 def test_rates_and_the_estimate_of_the_end(tmp_path):
