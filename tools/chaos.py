@@ -48,6 +48,7 @@ WEIGHTS = {
 }  # fmt: skip
 FATAL = frozenset({"kill controller", "kill trainer", "kill rollout", "kill all", "stop rank", "disk full"})
 """Faults that end the job. The others are survived, and cost less time: they are more frequent."""
+FREQUENT = max(WEIGHTS, key=WEIGHTS.__getitem__)
 TRAIN_OPTIONS = [
     f"algorithm.max_staleness={ETA}", f"rollout.group_size={GROUP_SIZE}", f"trainer.batch_size={BATCH_SIZE}",
     "rollout.max_num_seqs=32", "rollout.max_num_batched_tokens=2048", "rollout.enforce_eager=true",
@@ -79,19 +80,21 @@ class Outcome:
 
 
 def plan_faults(num: int, chance: random.Random, *, disk: bool) -> list[str]:
-    """`num` faults in proportion to their weights, in random order; the last one ends the job."""
+    """`num` faults in proportion to their weights, in random order; the last one ends the job.
+
+    Each kind comes once before the others, with kills of reward workers in between, so
+    that a run that is cut short by its time has seen all.
+    """
     weights = {fault: weight for fault, weight in WEIGHTS.items() if disk or fault != "disk full"}
-    share = {fault: num * weight / sum(weights.values()) for fault, weight in weights.items()}
-    plan = [fault for fault, part in share.items() for _ in range(int(part))]
-    rest = sorted(share, key=lambda fault: (chance.random() / max(share[fault] % 1, 1e-9), fault))
-    plan += rest[: num - len(plan)]
-    chance.shuffle(plan)
-    fatal = [index for index, fault in enumerate(plan) if fault in FATAL]
-    if fatal:
-        plan[fatal[-1]], plan[-1] = plan[-1], plan[fatal[-1]]
-    else:
-        plan[-1] = "kill all"
-    return plan
+    kinds = chance.sample(sorted(weights), min(num - 1, len(weights)))
+    rest = chance.choices(list(weights), list(weights.values()), k=num - 1 - len(kinds))
+    plan = []
+    for fault in kinds:
+        plan.append(fault)
+        while FREQUENT in rest and len(plan) % 3:
+            rest.remove(FREQUENT)
+            plan.append(FREQUENT)
+    return [*plan, *rest, chance.choice(sorted(FATAL & weights.keys()))]
 
 
 # ---- the job ---------------------------------------------------------------------------
@@ -393,6 +396,7 @@ def main() -> int:
     print(f"seed {seed}, folder {folder}" + ("" if disk else "; no small tmpfs here: the disk is not filled"))
     print(HEADER, flush=True)
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     chaos = Chaos(folder, arguments.model or make_model(folder / "model"), 1 if arguments.quick else 2, chance)
     try:
         chaos.go(plan, 60.0 * arguments.max_minutes)

@@ -162,6 +162,8 @@ def leave_earlier_prompts(state: Recovered, ledger: Ledger) -> int:
     for group in answered:
         del state.ready[group]
     state.in_flight = [group for group in state.in_flight if group >= state.first_group]
+    for group in unanswered:
+        state.unfinished.pop(group, None)
     if answered:
         ledger.add("discarded", groups=answered, train_step=0, reason=OTHER_DATA)
     if unanswered:
