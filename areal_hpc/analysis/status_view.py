@@ -65,21 +65,30 @@ def _watch(run: str, *, as_json: bool) -> int:
 
 
 def _picture(found: RunStatus) -> RenderableType:
-    """The same text in a frame, the state in colour, with a bar for the steps."""
-    from rich.console import Group
+    """The same lines in a frame, the state in colour, with a bar for the steps."""
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
+    from rich.table import Table
     from rich.text import Text
 
     colour = COLOURS.get(found.state, "yellow")
-    text = Text(render(found))
-    text.highlight_regex(r"^.* silent .*$", "bold red")
-    bar = ProgressBar(total=max(1, found.total_steps), completed=found.train_step, width=60)
-    return Panel(Group(bar, text), title=f"{found.name}: {found.state}", border_style=colour, title_align="left")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("", ProgressBar(total=max(1, found.total_steps), completed=found.train_step, width=60))
+    for label, text in describe(found):
+        alarming = label == "error" or "silent" in text
+        grid.add_row(label, Text(text, style="bold red" if alarming else ""))
+    return Panel(grid, title=f"{found.name}: {found.state}", border_style=colour, title_align="left")
 
 
 def render(found: RunStatus) -> str:
-    """All of it as aligned lines; what is not known is left out."""
+    """All of it as aligned lines."""
+    return "\n".join(f"{label:<11}{text}" for label, text in describe(found))
+
+
+def describe(found: RunStatus) -> list[tuple[str, str]]:
+    """(label, text) line by line; what is not known is left out."""
     lines = [("state", _state(found))]
     lines += [("step", f"{found.train_step} of {found.total_steps}; version {found.version} trained, "
                        f"{found.live_version} serves")]  # fmt: skip
@@ -108,8 +117,7 @@ def render(found: RunStatus) -> str:
     if troubles:
         lines.append(("counted", ", ".join(f"{value:.0f} {name.replace('_', ' ')}" for name, value in troubles.items())))
     lines += _ranks(found)
-    lines += [("error" if not index else "", error) for index, error in enumerate(found.errors)]
-    return "\n".join(f"{label:<11}{text}" for label, text in lines)
+    return lines + [("error" if not index else "", error) for index, error in enumerate(found.errors)]
 
 
 def _state(found: RunStatus) -> str:

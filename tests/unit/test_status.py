@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
 
 from areal_hpc.analysis.history import load_history
 from areal_hpc.analysis.run_status import inspect
-from areal_hpc.analysis.status_view import duration, main, render
+from areal_hpc.analysis.status_view import _picture, duration, main, render
 from areal_hpc.cli import main as cli
 from areal_hpc.config.load import save_config
 from areal_hpc.controller.ledger import Ledger
@@ -166,3 +167,24 @@ def test_time_in_the_queue_is_no_run_time(tmp_path):
                                                (7900, "2 h 11 min"), (190000, "2 d 4 h")])  # fmt: skip
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_watching_ends_with_the_run(tmp_path, capsys):
+    paths = make_run(tmp_path).paths
+    assert cli(["status", str(paths.root), "--watch"]) == 0
+    assert capsys.readouterr().out.startswith("state      finished")
+
+
+def test_the_picture_on_a_terminal(tmp_path):
+    from rich.console import Console
+
+    paths = make_run(tmp_path).paths
+    change_status(paths, state="running", time=time.time())
+    sign(paths, "controller", 0, 1)
+    sign(paths, "rollout", 1, 60)
+    console = Console(width=90, record=True, force_terminal=True, file=open(os.devnull, "w"))
+    console.print(_picture(inspect(paths.root)))
+    lines = console.export_text().splitlines()
+    assert "run: running" in lines[0]
+    assert "━" * 60 in lines[1] and "state" not in lines[1]
+    assert any("rollout 1" in line and "silent for" in line for line in lines)
