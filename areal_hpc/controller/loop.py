@@ -11,25 +11,22 @@ the answers of evaluations and the run's lock.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from areal_hpc import runlock
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.admission import Admission
-from areal_hpc.controller.batcher import Batcher, ReadyGroup, choose_epoch, split_groups
+from areal_hpc.controller.batcher import choose_epoch
 from areal_hpc.controller.boards import open_boards
 from areal_hpc.controller.evaluation import Evaluator
-from areal_hpc.controller.leases import LeaseBook, UnderWay
+from areal_hpc.controller.groups import Groups
+from areal_hpc.controller.leases import LeaseBook
 from areal_hpc.controller.ledger import last_run
 from areal_hpc.controller.progress import Progress, RankSign, describe_batch
 from areal_hpc.controller.prompts import PromptCursor
-from areal_hpc.controller.recovery import TOO_OLD, Recovered, committed_record
-from areal_hpc.controller.selection import keep_group
+from areal_hpc.controller.recovery import TOO_OLD, Recovered
 from areal_hpc.controller.shutdown import drain, let_everybody_go
 from areal_hpc.controller.staleness import StalenessBudget
 from areal_hpc.controller.startup import (
@@ -69,8 +66,6 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.002
 QUEUE_FACTOR = 1.5
 """Sequences granted to an engine over those it runs at once, so that it never waits for a grant."""
-FRUITLESS_GROUPS = 1000
-"""So many groups dropped in a row (or all prompts, if there are fewer) end the run."""
 
 
 def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry, stop: StopFlag = FLAG) -> None:
@@ -123,17 +118,13 @@ class Controller:
         self.ledger, past = open_ledger(config, paths, self.prompts, ready.train_step, progress)
         self.trainers = Trainers(config, world, ready.train_step)
         self.evaluator = Evaluator(config, world, self.prompts.heldout, past.evaluated)
-        self.batcher = Batcher()
-        for group in past.ready.values():
-            self.batcher.add(group)
         self.admission = self._make_admission(ready.capacities, past)
         self.leases, self.budget = self.admission.leases, self.admission.budget
-        self.counters: Counter[str] = Counter()
+        self.groups = Groups(config, paths, self.admission, self.ledger, progress, past.ready.values())
+        self.batcher, self.counters = self.groups.batcher, self.groups.counters
         self._first_step = ready.train_step
         self._exported = not config.checkpoint.export_hf or paths.export(ready.train_step).exists()
         self._held_for: int | None = None
-        self._num_fruitless = 0
-        self._num_refused = 0
         self._wait_s = 0.0
         self._idle_since = self._last_progress = time.monotonic()
 
@@ -181,12 +172,12 @@ class Controller:
             case RolloutStatus():
                 self.progress.rollout_status(source, message)
             case ShardReady():
-                self._take_shard(message)
+                self.groups.take_shard(message, self.trainers.train_step)
             case UnfinishedSaved():
-                self._note_unfinished(message)
+                self.groups.note_unfinished(message)
             case LeaseFailed():
                 ended = [self.leases.fail(message.lease_id, retry=message.retry)]
-                self._end_leases(ended, message.reason, by_chance=message.retry)
+                self.groups.end_leases(ended, message.reason, by_chance=message.retry)
             case EngineRestarted():
                 self._engine_restarted(source, message)
             case EvalResult():
@@ -194,7 +185,7 @@ class Controller:
             case StepDone():
                 self._step_done(message)
             case BatchRefused():
-                self._batch_refused(message)
+                self.groups.take_back(self.trainers.batch_refused(message), message, self.trainers.live_version)
             case VersionLive():
                 self._version_live(message)
             case PublishFailed():
@@ -208,79 +199,6 @@ class Controller:
             case _:
                 raise RuntimeError(f"unexpected {type(message).__name__} from {self.world.describe(source)}")
 
-    def _take_shard(self, shard: ShardReady) -> None:
-        accepted: list[ReadyGroup] = []
-        for group_id, rows in split_groups(shard.rows).items():
-            group = self.leases.complete(group_id)
-            if group is not None:
-                accepted.append(ReadyGroup(group_id, group.epoch, shard.path, rows))
-        if not accepted:
-            return
-        self.ledger.add("committed", **committed_record(shard.path, shard.digest, accepted))
-        self._num_fruitless = 0
-        self.counters["trajectories"] += sum(len(group.rows) for group in accepted)
-        per_batch = self.config.trainer.batch_size // self.config.rollout.group_size
-        for group in accepted:
-            if keep_group(
-                group.rewards, self.config.algorithm, num_refused=self._num_refused, groups_per_batch=per_batch
-            ):
-                self.batcher.add(group)
-            else:
-                self._num_refused += 1
-                self._discard([group], "equal rewards")
-
-    def _note_unfinished(self, shard: UnfinishedSaved) -> None:
-        """Answers that this stop cut short were saved: a resumed run goes on with them."""
-        groups = [
-            ReadyGroup(group_id, self.admission.cursor.at(group_id).epoch, shard.path, tuple(rows))
-            for group_id, rows in itertools.groupby(shard.rows, key=lambda row: row.group_id)
-            if group_id in self.leases
-        ]
-        self.ledger.add("unfinished", **committed_record(shard.path, shard.digest, groups))
-        self.counters["answers_kept"] += sum(len(group.rows) for group in groups)
-        self.counters["tokens_kept"] += sum(row.num_loss_tokens for group in groups for row in group.rows)
-
-    def _discard(self, groups: list[ReadyGroup], reason: str) -> None:
-        if not groups:
-            return
-        ids = [group.group_id for group in groups]
-        self.ledger.add("discarded", groups=ids, train_step=self.trainers.train_step, reason=reason)
-        self._give_back(groups)
-        self.counters[f"discarded ({reason})"] += len(groups)
-
-    def _give_back(self, groups: Iterable[ReadyGroup]) -> None:
-        for group in groups:
-            self.budget.release(group.epoch, len(group.rows))
-
-    def _end_leases(
-        self, ended: Iterable[tuple[UnderWay, bool] | None], reason: str, *, by_chance: bool = True
-    ) -> None:
-        """Journal and count leases that came to nothing; `by_chance`: another run's might have been answered."""
-        for outcome in ended:
-            if outcome is None:
-                continue
-            group, dropped = outcome
-            if not dropped:
-                self.counters["granted_again"] += 1
-                continue
-            if self.config.run.deterministic and by_chance:
-                raise RuntimeError(
-                    f"run.deterministic=true: group {group.group_id} would be left out for a reason that another run "
-                    f"need not have: {reason}"
-                )
-            self.ledger.add("dropped", groups=[group.group_id], reason=reason)
-            self.budget.release(group.epoch, self.config.rollout.group_size)
-            self.counters["dropped"] += 1
-            self._num_fruitless += 1
-            log.warning("prompt %d dropped: %s", group.prompt.prompt_id, reason)
-            if self.counters["dropped"] <= 5:
-                self.progress.event(f"prompt {group.prompt.prompt_id} left out: {reason}")
-            if self._num_fruitless >= min(FRUITLESS_GROUPS, len(self.prompts.train)):
-                raise RuntimeError(
-                    f"the last {self._num_fruitless} prompts were all dropped and none was answered; the last one "
-                    f"because: {reason}"
-                )
-
     def _engine_restarted(self, source: int, message: EngineRestarted) -> None:
         self.counters["engine_restarts"] += 1
         self.progress.event(
@@ -288,7 +206,7 @@ class Controller:
             f"{message.cause}; {len(message.lost_leases)} leases are granted again"
         )
         ended = [self.leases.fail(lease_id, retry=True) for lease_id in message.lost_leases]
-        self._end_leases(ended, "the engine failed with it too often")
+        self.groups.end_leases(ended, "the engine failed with it too often")
 
     def _take_evaluation(self, message: EvalResult) -> None:
         values = self.evaluator.receive(message, self.paths.evals)
@@ -316,28 +234,8 @@ class Controller:
         }
         self.progress.step(values, message.metrics)
 
-    def _batch_refused(self, message: BatchRefused) -> None:
-        """Shards were damaged after they were announced: their groups are asked again."""
-        from areal_hpc.spool.shard import quarantine
-
-        groups = self.trainers.batch_refused(message)
-        for path, reason in message.damaged.items():
-            groups += self.batcher.remove_shard(path)
-            lost = sorted(group.group_id for group in groups if group.path == path)
-            self.ledger.add("damaged", path=path, groups=lost, reason=reason)
-            if self.paths.resolve_inside(path).exists():
-                quarantine(self.paths.resolve_inside(path), self.paths.quarantine, reason)
-            self.progress.event(f"shard {path} cannot be read ({reason}); its {len(lost)} groups are asked again")
-        self.ledger.add("unconsumed", train_step=message.train_step)
-        for group in groups:
-            if group.path in message.damaged:
-                entry = self.admission.cursor.at(group.group_id)
-                self.leases.admit(group.group_id, entry.epoch, entry.prompt, self.trainers.live_version)
-            else:
-                self.batcher.add(group)
-
     def _version_live(self, message: VersionLive) -> None:
-        self._give_back(self.trainers.version_live(message))
+        self.groups.give_back(self.trainers.version_live(message))
         self._idle_since = time.monotonic()
         self.ledger.add("live", version=message.version)
         self.telemetry.value("controller.publish_s", message.timings.get("total_s", 0.0), **message.timings)
@@ -355,7 +253,7 @@ class Controller:
     def expire_leases(self) -> None:
         limit = self.config.rollout.lease_deadline_s
         reason = f"not answered within {limit:g} s (rollout.lease_deadline_s), {self.config.rollout.max_attempts} times"
-        self._end_leases(self.leases.expire(time.monotonic()), reason)
+        self.groups.end_leases(self.leases.expire(time.monotonic()), reason)
 
     def publish(self) -> None:
         """Send the newest weights on, but not while an evaluation needs those that serve."""
@@ -381,7 +279,7 @@ class Controller:
         trainers = self.trainers
         if not trainers.free or trainers.train_step >= self.config.run.total_steps:
             return
-        self._discard(self.batcher.discard_older(trainers.version - self.eta), TOO_OLD)
+        self.groups.discard(self.batcher.discard_older(trainers.version - self.eta), TOO_OLD, trainers.train_step)
         size, group_size = self.config.trainer.batch_size, self.config.rollout.group_size
         choice = choose_epoch(
             self.batcher,
@@ -399,7 +297,7 @@ class Controller:
         self.ledger.add("consumed", train_step=trainers.train_step + 1, version=trainers.version, groups=ids)
         self.ledger.sync()
         trainers.train(groups)
-        self._num_refused = 0
+        self.groups.num_refused = 0
         self._wait_s = time.monotonic() - self._idle_since
 
     def _is_complete(self, epoch: int) -> bool:

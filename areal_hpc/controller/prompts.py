@@ -33,6 +33,11 @@ class PromptCursor:
         self._orders: dict[int, list[int]] = {}
 
     @property
+    def num_prompts(self) -> int:
+        """Of one epoch."""
+        return len(self._prompts)
+
+    @property
     def exhausted(self) -> bool:
         return self._end is not None and self.position >= self._end
 

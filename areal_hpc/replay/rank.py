@@ -28,7 +28,6 @@ from areal_hpc.terminal import echo, keep_terminal
 
 if TYPE_CHECKING:
     from areal_hpc.trainer.megatron import MegatronTrainer
-    from areal_hpc.trainer.step import TrainStep
 
 HEADER_EVERY = 20
 
