@@ -16,12 +16,13 @@ from areal_hpc.config.load import check_config, read_config, save_config
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.ledger import LedgerError, read_ledger
 from areal_hpc.launch.local import find_mpiexec, rank_environment, role_environments
+from areal_hpc.launch.preflight import check_model_layout, read_model_config
 from areal_hpc.paths import RunPaths
 from areal_hpc.replay.compare import print_comparison
 from areal_hpc.replay.history import History, read_history
 from areal_hpc.trainer.checkpoint_folder import find_checkpoint
 
-CHANGEABLE = ("algorithm.", "trainer.", "groups.trainer.", "checkpoint.", "run.deterministic", "run.verbose")
+CHANGEABLE = ("algorithm.", "trainer.", "groups.trainer.", "checkpoint.", "run.verbose")
 FIXED = ("trainer.batch_size",)
 """What a batch holds was decided when the run went by."""
 END_GRACE_S = 10.0
@@ -61,8 +62,8 @@ def replay_config(source: RunPaths, run: str, overrides: list[str], output: str 
             )
     config = read_config(source.config, overrides)
     check_config(config)
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError(f"model.path={config.model.path}, from which the run began, is not there any more")
+    # The folder from which the run began must still be there, and fit another layout.
+    check_model_layout(config, read_model_config(config))
     folder = Path(output).expanduser().resolve() if output else _free_folder(source.root)
     config.run.folder = str(folder)  # the name stays: shards carry it
     return config

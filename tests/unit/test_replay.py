@@ -93,7 +93,8 @@ def run(tmp_path):
     paths.create()
     config = Config()
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"num_attention_heads": 2}')
+    (tmp_path / "model" / "model.safetensors").touch()
     config.model.path = config.model.tokenizer = str(tmp_path / "model")
     save_config(config, paths.config)
     ledger = Ledger(paths.ledger)
@@ -117,6 +118,14 @@ def test_the_configuration_is_the_runs_with_the_changes(run):
 def test_what_was_recorded_cannot_be_changed(run, override):
     with pytest.raises(ConfigError, match="cannot be changed in a replay"):
         replay_config(run, "run", [override], None)
+
+
+def test_another_layout_must_fit_the_model_and_the_model_be_there(run):
+    with pytest.raises(ConfigError, match="trainer.tp=4 does not divide the model's 2 attention heads"):
+        replay_config(run, "run", ["trainer.tp=4", "groups.trainer.nodes=4"], None)
+    (run.root.parent / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="not a Hugging Face folder"):
+        replay_config(run, "run", [], None)
 
 
 def test_a_folder_that_is_no_run_a_run_without_a_step_and_a_lost_shard_are_refused(run, tmp_path):
