@@ -26,6 +26,10 @@ class Generation:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         assert len(lengths) == 1, f"per-token arrays of an answer differ in length: {lengths}"
 
+    def from_token(self, first: int) -> Generation:
+        """The answer from its token `first` on."""
+        return Generation(self.token_ids[first:], self.logprobs[first:], self.versions[first:], self.finish_reason)
+
     def without_tail(self, stop: Sequence[str]) -> Generation:
         """The answer without the tokens that may be the beginning of a stop string.
 

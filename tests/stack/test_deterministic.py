@@ -118,6 +118,7 @@ def test_a_replay_with_another_objective_says_what_it_would_have_changed(undistu
     replay = RunPaths(tmp_path / "replay")
     clipped = [(before["trainer/clip_fraction"], after["trainer/clip_fraction"])
                for before, after in zip(records(undisturbed, "step"), records(replay, "step"), strict=True)]  # fmt: skip
-    assert all(after > before for before, after in clipped)
+    assert all(after >= before for before, after in clipped)
+    assert any(after > before for before, after in clipped)
     assert json.loads(replay.replay.read_text())["weights"]["num_unequal"] > 0
     assert "differ, by" in output and weights(replay) != weights(undisturbed)

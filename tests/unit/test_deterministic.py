@@ -58,8 +58,11 @@ def test_the_engine_computes_every_prompt_whole_and_anew():
     assert engine_arguments(config, 0)["enable_prefix_caching"]
 
 
-@pytest.mark.parametrize("wrong", ["", "token", "logprob"])
-def test_an_engine_whose_answers_depend_on_their_company_is_refused(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [("", ""), ("token", "computed beside it"), ("logprob", "computed beside it"), ("again", "computed again")],
+)
+def test_an_engine_whose_answers_depend_on_company_or_interruption_is_refused(wrong, refusal):
     busy = 0
 
     async def answer(prompt, sampling, request_id, seed) -> Generation:
@@ -68,14 +71,19 @@ def test_an_engine_whose_answers_depend_on_their_company_is_refused(wrong):
         await asyncio.sleep(0.001)
         crowded = busy > 1
         token = seed + (wrong == "token" and crowded and seed == PROBES // 2)
-        logprob = -0.5 - (1e-7 if wrong == "logprob" and crowded else 0.0)
+        places = np.arange(len(prompt), len(prompt) + sampling.max_new_tokens)
+        logprobs = -0.5 - places / 100 - (1e-7 if wrong == "logprob" and crowded else 0.0)
+        if wrong == "again":
+            logprobs[0] -= 1e-6  # a prompt's last token takes another way than those that follow
         await asyncio.sleep(0.001)
         busy -= 1
         assert len(prompt) + sampling.max_new_tokens <= 64
-        return Generation(np.array([token], np.int32), np.array([logprob], np.float32), np.zeros(1, np.int32), "stop")
+        return Generation(
+            np.full(len(places), token, np.int32), logprobs.astype(np.float32), np.zeros_like(places, np.int32), "length"
+        )
 
     if wrong:
-        with pytest.raises(RuntimeError, match="run.deterministic=true: on this hardware"):
+        with pytest.raises(RuntimeError, match=f"run.deterministic=true: on this hardware.*{refusal}"):
             asyncio.run(check_invariance(answer, 64))
     else:
         asyncio.run(check_invariance(answer, 64))
