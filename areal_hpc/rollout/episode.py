@@ -135,8 +135,9 @@ class EpisodeEngine:
         """Let the policy go on after `transcript`, which gets the tokens.
 
         The budget of an episode is sampling.max_new_tokens over all its turns; `stop` adds
-        strings after which this turn ends. What an earlier run has left of this turn is gone
-        on with. Raises PromptTooLong where the context is full.
+        strings after which this turn ends. `sample_index` and `turn` name the call, each pair
+        once: what an earlier run has left of it is gone on with. Raises PromptTooLong where
+        the context is full.
         """
         context = list(transcript.token_ids)
         sampling = replace_budget(self.sampling, self.budget(transcript))
