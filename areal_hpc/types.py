@@ -111,9 +111,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         shape = self.tokens.shape
-        others = (self.loss_mask.shape, self.rollout_logprobs.shape, self.versions.shape)
-        if len(shape) != 1 or any(other != shape for other in others):
-            raise ValueError(f"per-token arrays of a trajectory must have one shape [T], got {(shape, *others)}")
+        if len(shape) != 1 or not self.loss_mask.shape == self.rollout_logprobs.shape == self.versions.shape == shape:
+            found = (shape, self.loss_mask.shape, self.rollout_logprobs.shape, self.versions.shape)
+            raise ValueError(f"per-token arrays of a trajectory must have one shape [T], got {found}")
 
     @property
     def num_tokens(self) -> int:
