@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,9 @@ def _timed_help() -> float:
     )
     assert "areal-hpc run" in result.stdout
     return time.perf_counter() - start
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their bare names: two alike stop the collection of all."""
+    names = Counter(path.name for path in Path(__file__).parents[1].rglob("*.py"))
+    assert not [name for name, count in names.items() if count > 1 and name not in ("conftest.py", "__init__.py")]
