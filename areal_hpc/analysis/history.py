@@ -184,7 +184,8 @@ def find_lives(paths: RunPaths, begun: list[dict[str, Any]]) -> list[Life]:
     # The controller is not always the last to be heard.
     ends[-1] = max([ends[-1], *map(last_time, telemetry_files(paths))])
     return [
-        Life(begin, max(begin, end), step_of.get(attempt, 0)) for (begin, attempt), end in zip(starts, ends, strict=True)
+        Life(begin, max(begin, end), step_of.get(attempt, 0))
+        for (begin, attempt), end in zip(starts, ends, strict=True)
     ]
 
 

@@ -154,10 +154,11 @@ def _activities(run: RunData) -> str:
             cells = [cell for other in roles for cell in _seconds(value if other == role else 0.0, totals[other])]
             rows.append([f'<span class="inner">idle {escape(why)}</span>', *cells])
     names = [text for role in roles for text in (f"{role}s, rank-seconds", "share")]
-    batches = [rank.running_s / rank.gauge_s for rank in run.timeline.of("rollout") if rank.gauge_s]
     note = ""
-    if batches:
-        note = (f'<p class="note">While it generated, an engine ran {sum(batches) / len(batches):,.0f} sequences at once '
+    if any(rank.gauge_s for rank in run.timeline.of("rollout")):
+        mean = sum(rank.running_s for rank in run.timeline.of("rollout")) / sum(
+            rank.gauge_s for rank in run.timeline.of("rollout"))  # fmt: skip
+        note = (f'<p class="note">While it generated, an engine ran {mean:,.0f} sequences at once '
                 f"(rollout.max_num_seqs = {run.history.config.rollout.max_num_seqs}). At most "
                 f"{run.timeline.reward_queue:,} checks waited for a reward worker.</p>")  # fmt: skip
     return _table(["activity", *names], rows) + note
@@ -195,11 +196,12 @@ def _faults(run: RunData) -> str:
     entries = [(number(event, "time"), str(event.get("text", ""))) for event in run.history.events]
     for event in read_events(run.history.paths):
         values = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event", "nodes"))
-        entries.append((number(event, "time"), f"supervisor: {event.get('event')}" + (f" ({values})" if values else "")))
+        text = f"supervisor: {event.get('event')}" + (f" ({values})" if values else "")
+        entries.append((number(event, "time"), text))
     entries += _starts(run)
     entries.sort()
     counters = read_json(run.history.paths.status).get("counters") or {}
-    rows = [[f"{name.replace('_', ' ')}", f"{value:,.0f}"] for name, value in counters.items() if name != "trajectories"]
+    rows = [[name.replace("_", " "), f"{value:,.0f}"] for name, value in counters.items() if name != "trajectories"]
     if run.trained.damaged_at >= 0:
         rows.append(["journal damaged at byte", f"{run.trained.damaged_at:,}"])
     if run.samples.unreadable:
@@ -220,8 +222,8 @@ def _starts(run: RunData) -> list[tuple[float, str]]:
     """(time, what) of every start after the first."""
     lives = run.history.lives
     return [
-        (after.begin, f"started again from step {after.first_step}, {duration(after.begin - before.end)} after the last "
-                      "sign of life")
+        (after.begin, f"started again from step {after.first_step}, {duration(after.begin - before.end)} after the "
+                      "last sign of life")
         for before, after in zip(lives, lives[1:])
     ]  # fmt: skip
 
@@ -248,7 +250,8 @@ def _sample(shown: Shown) -> str:
     if len(shown.parts) > 1:
         head += [escape(f"{name} {value:g}") for name, value in shown.parts.items()]
     texts = "".join(f'<pre class="{stretch.origin}">{escape(stretch.text)}</pre>' for stretch in shown.stretches)
-    return f'<div class="sample"><div class="head">{"".join(f"<span>{part}</span>" for part in head)}</div>{texts}</div>'
+    spans = "".join(f"<span>{part}</span>" for part in head)
+    return f'<div class="sample"><div class="head">{spans}</div>{texts}</div>'
 
 
 # ---- markup ----------------------------------------------------------------------------
@@ -287,7 +290,8 @@ def to_svg(item: Drawn) -> str:
 def _table(header: list[str], rows: list[list[str]], *, numeric: bool = True) -> str:
     """Cells are markup already; all columns but the first are figures."""
     def cells(tag: str, row: list[str]) -> str:
-        return "".join(f'<{tag}{" class=n" if numeric and index else ""}>{cell}</{tag}>' for index, cell in enumerate(row))
+        kinds = [" class=n" if numeric and index else "" for index in range(len(row))]
+        return "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     return (f"<table><thead><tr>{cells('th', header)}</tr></thead><tbody>"
             + "".join(f"<tr>{cells('td', row)}</tr>" for row in rows) + "</tbody></table>")  # fmt: skip

@@ -53,7 +53,10 @@ def main(argv: list[str]) -> int:
     output = Path(arguments.output)
     if not output.resolve().parent.is_dir():
         raise ConfigError(f"-o {output}: the folder {output.resolve().parent} does not exist")
-    from areal_hpc.analysis.page import render
+    try:
+        from areal_hpc.analysis.page import render
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a report is drawn with {error.name}, which is not installed here: install it") from None
     from areal_hpc.analysis.run_data import load_run, unique_labels
 
     labels = [""] if len(arguments.runs) == 1 else unique_labels(arguments.runs)

@@ -115,7 +115,8 @@ def describe(found: RunStatus) -> list[tuple[str, str]]:
         lines.append(("allocation", f"{duration(left)} left" if left > 0 else f"over for {duration(-left)}"))
     troubles = {name: value for name, value in found.counters.items() if value and name != "trajectories"}
     if troubles:
-        lines.append(("counted", ", ".join(f"{value:.0f} {name.replace('_', ' ')}" for name, value in troubles.items())))
+        counted = [f"{value:.0f} {name.replace('_', ' ')}" for name, value in troubles.items()]
+        lines.append(("counted", ", ".join(counted)))
     lines += _ranks(found)
     return lines + [("error" if not index else "", error) for index, error in enumerate(found.errors)]
 

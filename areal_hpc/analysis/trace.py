@@ -42,8 +42,8 @@ PLACES = {
 }  # fmt: skip
 SIDE_BY_SIDE = {"rollout.episode": "episodes", "rollout.eval": "evaluation", "reward.score": "rewards"}
 COUNTERS = {
-    "rollout.running": "sequences running", "rollout.generated_tokens": "generated tokens", "alive": "processor time (s)",
-    "rollout.reward_s": "reward time (s)",
+    "rollout.running": "sequences running", "rollout.generated_tokens": "generated tokens",
+    "rollout.reward_s": "reward time (s)", "alive": "processor time (s)",
 }  # fmt: skip
 SKIPPED = ("t", "d", "s", "c", "a")
 
@@ -68,14 +68,16 @@ class Window:
 def main(argv: list[str]) -> int:
     """The command; its exit code."""
     parser = argparse.ArgumentParser(
-        prog="areal-hpc trace", description="Write a run as trace events: ranks, spans, counters, and the way of leases.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="areal-hpc trace", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write a run as trace events: ranks, spans, counters, and the way of leases.",
     )  # fmt: skip
     parser.add_argument("run", metavar="RUN", help="run folder")
     parser.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default: trace.json")
-    parser.add_argument("--begin", type=float, default=0.0, metavar="S", help="leave out what ended before, s after the start")
+    parser.add_argument("--begin", type=float, default=0.0, metavar="S",
+                        help="leave out what ended before, seconds after the start")  # fmt: skip
     parser.add_argument("--end", type=float, default=float("inf"), metavar="S", help="leave out what began later")
-    parser.add_argument("--max-ranks", type=int, default=MAX_RANKS, metavar="N", help=f"ranks of a large run (default {MAX_RANKS})")
+    parser.add_argument("--max-ranks", type=int, default=MAX_RANKS, metavar="N",
+                        help=f"ranks of a large run (default {MAX_RANKS})")  # fmt: skip
     arguments = parser.parse_args(argv)
     if arguments.end <= arguments.begin:
         raise ConfigError(f"--end={arguments.end:g} must lie after --begin={arguments.begin:g}")
@@ -183,8 +185,8 @@ class Tracer:
         )  # fmt: skip
         if not wrote:
             return
-        # A flow binds to the span that encloses its time: take the middle of it.
-        middle = (pid, tid, begin + seconds * 5e5)
+        # A flow binds to the innermost span around its time: the middle, or the start of one with parts.
+        middle = (pid, tid, begin if name == "train.step" else begin + seconds * 5e5)
         if name == "rollout.episode" and (flow := self._flows.get(record.get("group", -1))) is not None:
             flow.episode = middle
         elif name == "rollout.spool" and record.get("path") in self._of_shard:
@@ -202,8 +204,8 @@ class Tracer:
         if name == "checkpoint.seconds":
             seconds = number(record, "v")
             self._name(pid, THREADS["checkpoint"], "thread_name", "checkpoint")
-            self._emit({"ph": "X", "name": "checkpoint written", "cat": "train", "pid": pid, "tid": THREADS["checkpoint"],
-                        "ts": self._us(time - seconds), "dur": round(seconds * 1e6, 1),
+            self._emit({"ph": "X", "name": "checkpoint written", "cat": "train", "pid": pid,
+                        "tid": THREADS["checkpoint"], "ts": self._us(time - seconds), "dur": round(seconds * 1e6, 1),
                         "args": {"train_step": record.get("train_step")}}, time - seconds, time)  # fmt: skip
         elif name in COUNTERS:
             self._emit({"ph": "C", "name": COUNTERS[name], "pid": pid, "tid": 0, "ts": self._us(time),

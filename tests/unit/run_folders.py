@@ -34,7 +34,9 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 0.0)
 
 
-def make_run(folder: Path, *, crash_at: int = -1, seed: int = 0, disk: Disk | None = None, **changes: object) -> FakeWorld:
+def make_run(
+    folder: Path, *, crash_at: int = -1, seed: int = 0, disk: Disk | None = None, **changes: object
+) -> FakeWorld:
     """One attempt at the run in folder/run; with `crash_at` its controller dies at that turn."""
     config = make_config(folder, **changes)
     config.model.path = config.model.tokenizer = "model"
@@ -68,7 +70,8 @@ def set_times(paths: RunPaths, lives: list[tuple[float, int]]) -> None:
 def write_ranks(paths: RunPaths, life: float = T0, steps: range = range(1, 7), num_rollouts: int = 2) -> None:
     """Telemetry of one trainer and the rollouts of a life: each step as STEP_S says.
 
-    A shard is answered before the first step that trains some of it. Rollout 1 is idle half of every step, rollout 0 never.
+    A shard is answered before the first step that trains some of it. Rollout 1 is idle half of every step,
+    rollout 0 never.
     """
     with_step = {entry["train_step"]: entry["groups"] for entry in _ledger(paths, "consumed")}
     trainer = Telemetry(paths.spans("trainer", 0))
@@ -102,7 +105,7 @@ def write_ranks(paths: RunPaths, life: float = T0, steps: range = range(1, 7), n
                 at = begin - 3.0 + 0.25 * num_written
                 num_written += 1
                 telemetry.record_span("rollout.spool", at, 0.25, path=path, num_bytes=100, rows=2)
-            telemetry.record_span("rollout.update", begin + 8.75, 0.25, version=step, stage_s=0.5, pause_to_resume_s=0.25)
+            telemetry.record_span("rollout.update", begin + 8.75, 0.25, version=step, pause_to_resume_s=0.25)
             _value(telemetry, begin + 9.5, "rollout.generated_tokens", 100.0 * (index + 1))
             _value(telemetry, begin + 9.5, "rollout.running", 8, waiting=0)
     for telemetry in (trainer, *rollouts):

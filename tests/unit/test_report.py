@@ -35,7 +35,7 @@ from areal_hpc.analysis.timeline import (
 from areal_hpc.analysis.trained import bucket, load_trained, quantile
 from areal_hpc.cli import main as cli
 from areal_hpc.config.load import save_config
-from areal_hpc.controller.ledger import read_ledger
+from areal_hpc.controller.ledger import Ledger, read_ledger
 from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import ShardWriter
 from areal_hpc.types import Trajectory
@@ -222,6 +222,31 @@ def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path):
     assert "run time in 2 starts" in page.text and f"started again from step {first}, " in page.text
 
 
+def test_what_no_later_attempt_trained_again_does_not_count(tmp_path):
+    def rows(group: int) -> list[dict]:
+        return [{"num_tokens": 9, "num_loss_tokens": group, "finish_reason": "stop", "reward": 1.0, "min_version": 0}]
+
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.add("run", attempt=1, train_step=0)
+    for group in range(1, 7):
+        listed = [{"group": group, "rows": rows(group)}]
+        ledger.add("committed", path=f"shard {group}", groups=listed)
+    ledger.add("consumed", train_step=1, version=0, groups=[1])
+    ledger.add("consumed", train_step=2, version=1, groups=[2])
+    ledger.add("run", attempt=2, train_step=1)
+    ledger.add("consumed", train_step=2, version=1, groups=[3])
+    # Of step 3 one group's shard was damaged, and another took its place; step 4 has not come back.
+    ledger.add("consumed", train_step=3, version=2, groups=[4])
+    ledger.add("damaged", path="shard 4", groups=[4])
+    ledger.add("unconsumed", train_step=3)
+    ledger.add("consumed", train_step=3, version=2, groups=[5])
+    ledger.add("consumed", train_step=4, version=3, groups=[6])
+    ledger.close()
+    found = load_trained(tmp_path / "ledger.jsonl", 3)
+    assert {step: sums.num_answer_tokens for step, sums in found.steps.items()} == {1: 1, 2: 3, 3: 5}
+    assert found.num_answer_tokens_committed == 21
+
+
 def test_a_run_that_was_killed(tmp_path):
     paths = make_run(tmp_path, crash_at=40).paths
     for path in (paths.ledger, paths.metrics):
@@ -317,8 +342,9 @@ def test_rewards_by_part_are_sums_over_what_was_read(tmp_path):
     config = make_config(tmp_path, model__path="model", model__tokenizer="model")
     save_config(config, paths.config)
     writer = ShardWriter(paths.rollout_spool(0), config.run.name, 3)
+    rows = ((1.0, 0, 1.0, -0.5), (0.0, 0, 0.0, -0.25), (9.0, 1, 1.0, 8.0))
     writer.commit([trajectory(reward, group_id=group, reward_parts={"math": math, "length": length})
-                   for reward, group, math, length in ((1.0, 0, 1.0, -0.5), (0.0, 0, 0.0, -0.25), (9.0, 1, 1.0, 8.0))])  # fmt: skip
+                   for reward, group, math, length in rows])  # fmt: skip
     from areal_hpc.analysis.samples import load_samples
     from areal_hpc.analysis.trained import Trained
 

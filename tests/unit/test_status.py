@@ -145,7 +145,8 @@ def test_steps_that_did_not_survive_do_not_count(tmp_path):
     ledger.close()
     history = load_history(paths.root)
     assert {step: record["attempt"] for step, record in history.steps.items()} == {1: 1, 2: 1, 3: 2}
-    assert [(record["attempt"], record["train_step"]) for record in history.replaced] == [(1, 3), (1, 4), (1, 5), (2, 4)]
+    replaced = [(record["attempt"], record["train_step"]) for record in history.replaced]
+    assert replaced == [(1, 3), (1, 4), (1, 5), (2, 4)]
 
 
 def test_time_in_the_queue_is_no_run_time(tmp_path):
