@@ -24,7 +24,7 @@ from areal_hpc.spool.shard import read_rows
 
 STEPS = 6
 OPTIONS = [
-    "run.deterministic=true", "run.mode=sync", f"run.total_steps={STEPS}", "run.start_deadline_s=240",
+    "run.deterministic=true", "run.mode=sync", f"run.total_steps={STEPS}", "run.start_deadline_s=400",
     "rewards.fn=tests.stack.run_rewards:parity", "trainer.tp=1", "groups.trainer.ranks_per_node=1",
     "trainer.batch_size=64", "trainer.optimizer.lr=1e-3", "rollout.group_size=8", "rollout.max_num_seqs=24",
     "rollout.enforce_eager=true", "data.train.size=400", "data.heldout.task=", "checkpoint.every=0",
