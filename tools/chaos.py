@@ -15,6 +15,7 @@ the next training step. Prints the seed, a table, and exits with 1 if anything w
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
@@ -316,10 +317,18 @@ class Chaos:
 
 
 def fill(path: Path, *, leave_bytes: int) -> None:
-    """Take all space of the filesystem but `leave_bytes`."""
-    free = os.statvfs(path.parent)
+    """Take all space of the filesystem but about `leave_bytes`, which the run goes on to use meanwhile."""
     with open(path, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize - leave_bytes))
+        for _ in range(100):
+            free = os.statvfs(path.parent)
+            size = os.fstat(file.fileno()).st_size
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, size + free.f_bavail * free.f_frsize - leave_bytes))
+                return
+            except OSError as error:  # the run was quicker
+                if error.errno != errno.ENOSPC:
+                    raise
+    raise Trouble("the filesystem could not be filled")
 
 
 def audit_problems(run: Path) -> list[str]:
