@@ -22,6 +22,7 @@ from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
 
 from areal_hpc.analysis.run_data import RunData  # noqa: E402
+from areal_hpc.analysis.samples import spread  # noqa: E402
 from areal_hpc.analysis.timeline import ACTIVITIES, NUM_BINS, RankTime  # noqa: E402
 from areal_hpc.analysis.trained import quantile  # noqa: E402
 
@@ -35,6 +36,9 @@ ACTIVITY_COLOURS = {
     "checkpoint": "#8a6d3b", "idle": "#f3dfe0", "control": "#8d97a5",
 }  # fmt: skip
 MAX_PARTS = 4
+MAX_ROWS = 24
+"""Ranks drawn in a timeline; sums are taken over more."""
+RUN_LEGEND_IN = 0.3
 ROW_PIXELS = 16
 """Pixel rows of a rank in the timeline."""
 
@@ -252,7 +256,7 @@ def parts(runs: list[RunData]) -> Drawn | None:
 
 def timeline(run: RunData) -> Drawn:
     """What each rank did over the run, one row a rank."""
-    ranks = [rank for rank in run.timeline.ranks if rank.run_s > 0]
+    ranks = spread([rank for rank in run.timeline.ranks if rank.run_s > 0], MAX_ROWS)
     height = max(1.6, 0.8 + 0.26 * len(ranks))
     figure, (axes,) = _figure(1, height)
     total = run.history.clock.total_s
@@ -277,7 +281,7 @@ def timeline(run: RunData) -> Drawn:
     handles = [Patch(color=ACTIVITY_COLOURS[name], label=name) for name in used]
     figure.legend(handles=handles, loc="outside upper left", ncols=min(11, len(used)), handlelength=1.0,
                   columnspacing=1.1, handletextpad=0.5, borderpad=0.0, fontsize=8)  # fmt: skip
-    left_out = sum(run.timeline.num_ranks.values()) - len(run.timeline.ranks)
+    left_out = sum(run.timeline.num_ranks.values()) - len(ranks)
     return Drawn("timeline", "What each rank did",
                  "Each column is a short stretch of run time, filled by the shares of what the rank did in it."
                  + (f" {left_out} further ranks are left out." if left_out else "")
@@ -359,7 +363,10 @@ def _by_step(runs: list[RunData], *panels: Axes) -> None:
             legend = axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.2,
                                  handlelength=1.6, columnspacing=1.2)  # fmt: skip
             _neutral(runs, legend.legend_handles)
-    _legend(panels[0].figure, runs, [], [])
+    figure = panels[0].figure
+    if len(runs) > 1:
+        figure.set_figheight(figure.get_figheight() + RUN_LEGEND_IN)
+    _legend(figure, runs, [], [])
 
 
 def _legend(figure: Figure, runs: list[RunData], handles: list, texts: list[str]) -> None:

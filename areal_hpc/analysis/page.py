@@ -154,11 +154,14 @@ def _activities(run: RunData) -> str:
             cells = [cell for other in roles for cell in _seconds(value if other == role else 0.0, totals[other])]
             rows.append([f'<span class="inner">idle {escape(why)}</span>', *cells])
     names = [text for role in roles for text in (f"{role}s, rank-seconds", "share")]
-    note = ""
+    note, read = "", len(run.timeline.ranks)
+    if read < sum(run.timeline.num_ranks.values()):
+        note = (f'<p class="note">From {read} of {sum(run.timeline.num_ranks.values())} ranks, of each role its '
+                "share.</p>")  # fmt: skip
     if any(rank.gauge_s for rank in run.timeline.of("rollout")):
         mean = sum(rank.running_s for rank in run.timeline.of("rollout")) / sum(
             rank.gauge_s for rank in run.timeline.of("rollout"))  # fmt: skip
-        note = (f'<p class="note">While it generated, an engine ran {mean:,.0f} sequences at once '
+        note += (f'<p class="note">While it generated, an engine ran {mean:,.0f} sequences at once '
                 f"(rollout.max_num_seqs = {run.history.config.rollout.max_num_seqs}). At most "
                 f"{run.timeline.reward_queue:,} checks waited for a reward worker.</p>")  # fmt: skip
     return _table(["activity", *names], rows) + note

@@ -19,8 +19,8 @@ from areal_hpc.analysis.trained import Trained
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.types import Trajectory
 
-MAX_SHARDS = 64
-MAX_ROWS = 256
+MAX_SHARDS = 256
+MAX_ROWS = 128
 """Rows read of one shard."""
 NUM_SHOWN = 3
 MAX_CHARS = 3000

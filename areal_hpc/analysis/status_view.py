@@ -171,7 +171,7 @@ def _ranks(found: RunStatus) -> list[tuple[str, str]]:
             text = f"{rank.name:<{width}}  {rank.host:<8}  silent for {duration(rank.age_s or 0.0)}"
         lines.append(("" if index else "ranks", text + (f"  after {rank.doing}" if rank.doing else "")))
     hidden = len(found.ranks) - len(shown)
-    return lines + ([("", f"and {hidden} more that live")] if hidden else [])
+    return lines + ([("", f"and {hidden} more, of which none is silent")] if hidden else [])
 
 
 def duration(seconds: float) -> str:

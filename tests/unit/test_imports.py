@@ -18,6 +18,7 @@ FORBIDDEN = {
     "messages.py": HEAVY,
     "paths.py": HEAVY,
     "telemetry.py": HEAVY,
+    "heartbeat.py": HEAVY,
     "stop.py": HEAVY,
     "terminal.py": HEAVY,
     "cli.py": HEAVY,
