@@ -7,13 +7,16 @@ import json
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from areal_hpc.analysis.cost import Used, parse_accounting
+from areal_hpc.analysis.figures import timeline
 from areal_hpc.analysis.history import load_history
 from areal_hpc.analysis.page import _faults, _samples, _tiles
+from areal_hpc.analysis.report import write_png
 from areal_hpc.analysis.run_data import load_run, unique_labels
 from areal_hpc.analysis.samples import show, spread
 from areal_hpc.analysis.spool_text import printable
@@ -52,12 +55,12 @@ def quick():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A whole run with its report, its table and its pictures; tests only read it."""
+    """A whole run with its report and its table; tests only read it."""
     folder = tmp_path_factory.mktemp("report")
     found = make_run(folder).paths
     set_times(found, [(T0, 0)])
     write_ranks(found)
-    page_of(found, folder, "--csv", str(folder / "t.csv"), "--png", str(folder / "png"))
+    page_of(found, folder, "--csv", str(folder / "t.csv"))
     return folder
 
 
@@ -143,21 +146,21 @@ def test_sums_over_samples_are_those_of_the_journal(paths):
 
 
 def test_activities_add_up_to_the_time_of_the_ranks(paths):
-    timeline = load_timeline(load_history(paths.root))
-    trainer, = timeline.of("trainer")
-    assert trainer.run_s == timeline.clock.total_s == 65.0
+    times = load_timeline(load_history(paths.root))
+    trainer, = times.of("trainer")
+    assert trainer.run_s == times.clock.total_s == 65.0
     assert dict(+trainer.seconds) == pytest.approx(
         {START: 5.0, IDLE: 18.0, LOGPROBS: 12.0, UPDATE: 18.0, OPTIMIZER: 6.0, WEIGHTS: 6.0}
     )
     assert trainer.waits == pytest.approx({BEFORE: 2.0, BETWEEN: 15.0, AFTER: 1.0})
-    first, second = timeline.of("rollout")
+    first, second = times.of("rollout")
     # Of 60 s it stood still a quarter of a second for each of six versions, and one of them was idle for half.
     assert first.seconds[GENERATE] == pytest.approx(first.run_s - first.seconds[START] - 6 * 0.25)
     assert second.seconds[IDLE] == pytest.approx(30.0)
     assert sum(second.waits.values()) == pytest.approx(30.0) and set(second.waits) <= {BOUND, TAIL}
-    for rank in timeline.ranks:
+    for rank in times.ranks:
         assert sum(rank.seconds.values()) == pytest.approx(rank.run_s)
-        in_bins = rank.bins.sum(axis=1) * timeline.clock.total_s / rank.bins.shape[1]
+        in_bins = rank.bins.sum(axis=1) * times.clock.total_s / rank.bins.shape[1]
         assert in_bins.sum() == pytest.approx(rank.run_s)
 
 
@@ -189,7 +192,7 @@ def test_the_page_stands_alone(folder):
     assert page.tags["figure"] == text.count("<svg role=\"img\"") >= 8
 
 
-def test_csv_and_png(paths, folder):
+def test_csv_and_png(paths, folder, tmp_path):
     rows = list(csv.DictReader((folder / "t.csv").open()))
     assert [int(row["train_step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     expected = trained_rows(paths)
@@ -197,7 +200,9 @@ def test_csv_and_png(paths, folder):
         chosen = expected[int(row["train_step"])]
         assert int(row["num_answer_tokens"]) == sum(entry["num_loss_tokens"] for entry, _ in chosen)
         assert float(row["run_hours"]) == pytest.approx((5.0 + 10.0 * int(row["train_step"])) / 3600, abs=1e-5)
-    assert {path.stem for path in (folder / "png").iterdir()} >= {"curves", "timeline", "staleness"}
+    files = write_png([timeline(load_run(paths.root))], tmp_path / "png")
+    assert [Path(file).name for file in files] == ["timeline.png"]
+    assert Path(files[0]).read_bytes().startswith(b"\x89PNG")
 
 
 # ---- runs of every kind ----------------------------------------------------------------
