@@ -231,9 +231,9 @@ class Chaos:
         self.job = self._start(10**6)
 
     def go(self, plan: list[str], max_s: float) -> None:
-        """The faults of the plan; after `max_s` seconds only its last one."""
-        begun = time.monotonic()
+        """The faults of the plan; `max_s` seconds after the first training step only its last one."""
         self.job.wait_for_step(0.0)
+        begun = time.monotonic()
         for index, fault in enumerate(plan):
             if time.monotonic() - begun > max_s and index < len(plan) - 1:
                 continue
