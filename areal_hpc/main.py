@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from areal_hpc.mpi.world import World
 
 MPI_INIT_DEADLINE_S = 300.0
+END_DEADLINE_S = 300.0
+"""From a rank's own end to the last one's."""
 ABORT_DEADLINE_S = 10.0
 
 Role = Callable[["Config", "World", RunPaths, Telemetry], None]
@@ -74,10 +76,11 @@ def main(argv: list[str] | None = None) -> int:
         _role(world.role)(config, world, paths, telemetry)
         pulse.stop()
         telemetry.close()
-        world.channel.flush(deadline_s=60.0)
+        kill_children()
+        world.channel.settle(END_DEADLINE_S)
+        _finish()
     except BaseException as error:
         _fail(error, world, paths)
-    _finish()
     return 0
 
 
@@ -131,10 +134,9 @@ def _prepare_process(world: World) -> None:
 
 
 def _finish() -> None:
-    """Leave MPI in step; children that outlived their role are ended."""
+    """Leave MPI in step with the others."""
     from mpi4py import MPI
 
-    kill_children()
     MPI.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()

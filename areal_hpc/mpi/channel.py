@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -40,6 +41,10 @@ class Transport(Protocol):
 
     def pending(self) -> int:
         """Sends that have not left yet."""
+        ...
+
+    def settle(self, deadline_s: float) -> list[int]:
+        """See `Channel.settle`; returns the ranks whose messages did not all arrive."""
         ...
 
 
@@ -97,17 +102,17 @@ class Channel:
             heard, self._heard = self._heard, set()
             return heard
 
-    def flush(self, deadline_s: float) -> None:
-        """Wait until everything sent has left this rank; TimeoutError after `deadline_s` seconds."""
-        end = time.monotonic() + deadline_s
-        while True:
-            with self._lock:
-                pending = self._transport.pending()
-            if not pending:
-                return
-            if time.monotonic() > end:
-                raise TimeoutError(f"{pending} messages were not received within {deadline_s:.0f} s")
-            time.sleep(POLL_INTERVAL_S)
+    def settle(self, deadline_s: float) -> None:
+        """Collective, after every rank's last send: wait until nothing is under way, drop what comes.
+
+        MPI_Finalize fails on a message that nobody received, such as a last report to a
+        controller that has stopped listening. TimeoutError names whose messages are missing.
+        """
+        with self._lock:
+            missing = self._transport.settle(deadline_s)
+        if missing:
+            names = ", ".join(map(self._describe, missing))
+            raise TimeoutError(f"waited {deadline_s:.0f} s for the last messages of {names}")
 
     def _pull(self, limit: int) -> None:
         for _ in range(limit):
@@ -130,9 +135,12 @@ class MpiTransport:
         self._mpi = MPI
         self._comm = communicator
         self._requests: deque[tuple[MPI.Request, bytes]] = deque()
+        self._num_sent = array("q", [0] * communicator.Get_size())
+        self._num_received = array("q", self._num_sent)
 
     def send(self, dest: int, data: bytes) -> None:
         self._retire()
+        self._num_sent[dest] += 1
         request = self._comm.Isend([data, self._mpi.BYTE], dest=dest, tag=TAG)
         self._requests.append((request, data))
 
@@ -143,11 +151,27 @@ class MpiTransport:
             return None
         buffer = bytearray(status.Get_count(self._mpi.BYTE))
         message.Recv([buffer, self._mpi.BYTE])
+        self._num_received[status.Get_source()] += 1
         return status.Get_source(), bytes(buffer)
 
     def pending(self) -> int:
         self._retire()
         return len(self._requests)
+
+    def settle(self, deadline_s: float) -> list[int]:
+        # How many to wait for only the senders know: the counts make it exact, a barrier would not.
+        num_coming = array("q", [0] * len(self._num_sent))
+        told = self._comm.Ialltoall([self._num_sent, self._mpi.INT64_T], [num_coming, self._mpi.INT64_T])
+        end = time.monotonic() + deadline_s
+        while True:
+            while self.receive() is not None:
+                pass
+            if told.Test() and num_coming == self._num_received and not self.pending():
+                return []
+            if time.monotonic() > end:
+                ranks = range(len(num_coming))
+                return [rank for rank in ranks if num_coming[rank] != self._num_received[rank]] or list(ranks)
+            time.sleep(POLL_INTERVAL_S)
 
     def _retire(self) -> None:
         # A send may finish out of order (another peer was slow): look at each once.
@@ -181,3 +205,7 @@ class _LocalTransport:
 
     def pending(self) -> int:
         return 0
+
+    def settle(self, deadline_s: float) -> list[int]:
+        self._queues[self._rank].clear()
+        return []

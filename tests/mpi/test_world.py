@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from areal_hpc.launch.local import find_mpiexec
 
 PEERS = Path(__file__).with_name("world_peers.py")
@@ -48,6 +50,20 @@ def test_an_idle_rank_uses_little_processor_time():
         busy, wall = (float(word) for word in line.split()[-2:])
         assert wall >= 2.0
         assert busy < 0.5 * wall, line
+
+
+@pytest.mark.parametrize("when", ["at once", "late"])
+def test_messages_that_nobody_receives_do_not_spoil_the_end(when):
+    result = mpirun(4, "leave", when)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "MPICH" not in result.stdout + result.stderr
+
+
+def test_mpi_itself_minds_them():
+    """Else the test above would prove nothing. Small ones that have arrived are an error, others a complaint."""
+    result = mpirun(4, "leave", "unsettled")
+    output = result.stdout + result.stderr
+    assert "unmatched message" in output or "has pending" in output
 
 
 def test_a_failing_rank_ends_the_world_within_seconds():

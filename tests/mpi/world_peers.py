@@ -64,12 +64,24 @@ def idle(world) -> None:
         time.sleep(2.0)
         for rank in range(1, 4):
             world.channel.send(rank, Stop("done"))
-        world.channel.flush(20.0)
         return
     world.channel.receive(Stop, 20.0, "the stop", source=0)
     after = resource.getrusage(resource.RUSAGE_SELF)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     echo(f"{world.role} {world.role_rank} {busy:.3f} {time.perf_counter() - start:.3f}")
+
+
+def leave(world) -> None:
+    """The controller stops listening while the others go on telling it things, large ones too."""
+    if world.role == "controller":
+        for rank in range(1, 4):
+            world.channel.send(rank, Stop("done"))
+    else:
+        for number in range(50):
+            world.channel.send(0, WeightReturn(number, 0, "x" * (1 + number * 20_000), ""))
+        world.channel.send(1 + world.world_rank % 3, LeaseFailed(1, 0, True, "nobody asks"))
+    if sys.argv[2:] == ["late"] and world.role == "rollout":
+        time.sleep(1.0)
 
 
 def fail(world) -> None:
@@ -85,6 +97,11 @@ def main() -> None:
     try:
         world = connect_world(config)
         globals()[sys.argv[1]](world)
+        if sys.argv[2:] != ["unsettled"]:
+            world.channel.settle(20.0)
+        from mpi4py import MPI
+
+        MPI.Finalize()
     except BaseException as error:
         from areal_hpc.main import _fail
         from areal_hpc.paths import RunPaths
