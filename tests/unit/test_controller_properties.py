@@ -36,6 +36,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 @given(
     actions=st.lists(
         st.tuples(st.sampled_from(["admit", "grant", "fail", "give up", "complete", "late", "wait"]), st.integers(0, 99)),
+        min_size=60,  # short ones never come to a last attempt
         max_size=120,
     ),
     max_attempts=st.integers(1, 4),
