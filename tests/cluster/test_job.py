@@ -154,7 +154,7 @@ def test_a_lost_node_is_replaced_by_a_spare_one(cluster, model, paths):
 
 def test_restarts_without_progress_stop(cluster, model, paths):
     job = cluster.submit(paths, model, *FAST, "run.total_steps=1000", STAND_IN_FAIL="3", **STAND_IN_PATH)
-    cluster.wait_state(job, "FAILED", timeout=120)
+    cluster.wait_state(job, "FAILED", timeout=180)
     assert len(events(paths, "step_started")) == 3
     assert "reached no checkpoint beyond step 0" in cluster.log(paths)
 
@@ -164,7 +164,8 @@ def test_doctor_checks_every_node_in_a_job(cluster, model, paths):
     result = cluster.cli(*arguments)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "4 ranks in one world on their planned nodes" in result.stdout
-    assert {line.split()[1] for line in result.stdout.splitlines() if ": node: " in line} == {"n1:", "n2:", "n3:"}
+    # Three nodes that are free now.
+    assert len({line.split()[1] for line in result.stdout.splitlines() if ": node: " in line}) == 3
     result = cluster.cli(*arguments, "model.path=/nowhere")
     assert result.returncode == 1 and "FAILURE model.path" in result.stdout
     assert not list(paths.root.parent.iterdir()), "doctor leaves nothing behind"
