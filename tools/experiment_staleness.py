@@ -85,7 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="models/quickstart", help="starting model (default: %(default)s)")
     parser.add_argument("--etas", default="0,1,4,16", help="staleness bounds (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N-1 (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=30, help="training steps of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="training steps of a run (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further configuration of every run")
     arguments = parser.parse_args()
     try:
