@@ -8,7 +8,7 @@ not the later one came so far. `load_history` reads; everything else is pure.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,15 +116,15 @@ def load_history(folder: str | Path) -> History:
     """Read a run that is over, runs, or was killed; ConfigError if the folder is no run."""
     paths, config = open_run(folder)
     history = History(paths, config)
-    history.begun = list(begun_records(paths.ledger))
+    history.begun = list(journal_records(paths.ledger, "run"))
     survive(history, json_lines(paths.metrics))
     history.lives = find_lives(paths, history.begun)
     return history
 
 
-def begun_records(ledger: Path) -> Iterable[dict[str, Any]]:
-    """The journal's `run` records, found without a look into the others."""
-    mark = b'{"k":"run",'
+def journal_records(ledger: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The journal's records of one kind, found without a look into the others."""
+    mark = b'{"k":"%s"' % kind.encode()
     try:
         stream = open(ledger, "rb")
     except OSError:

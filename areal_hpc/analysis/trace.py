@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from areal_hpc.analysis.history import JOURNAL_PREFIX, History, load_history, rank_of, telemetry_files
-from areal_hpc.analysis.records import json_lines, number, parse
+from areal_hpc.analysis.history import History, journal_records, load_history, rank_of, telemetry_files
+from areal_hpc.analysis.records import json_lines, number
 from areal_hpc.analysis.timeline import choose
 from areal_hpc.config.errors import ConfigError
 
@@ -257,23 +256,11 @@ def choose_flows(history: History, most: int) -> dict[int, Flow]:
     if len(groups) > most:
         groups = [groups[round(index * (len(groups) - 1) / (most - 1))] for index in range(most)]
     flows = {group: Flow(step=step_of[group][0]) for group in groups}
-    for record in _committed(history.paths.ledger):
+    for record in journal_records(history.paths.ledger, "committed"):
         for listed in record.get("groups", ()):
             if (flow := flows.get(listed["group"])) is not None:
                 flow.shard = record["path"]
     return flows
-
-
-def _committed(ledger: Path) -> Iterator[dict[str, Any]]:
-    mark = b'{"k":"committed"'
-    try:
-        stream = open(ledger, "rb")
-    except OSError:
-        return
-    with stream:
-        for line in stream:
-            if line.startswith(mark, JOURNAL_PREFIX) and (record := parse(line[JOURNAL_PREFIX:])) is not None:
-                yield record
 
 
 def _first_time(path: Path) -> float:
