@@ -70,6 +70,17 @@ def engines(cluster, job):
     return found
 
 
+def give_time(cluster, paths, job, number):
+    """Move the end of allocation `number` away, as an administrator would.
+
+    However slow the machine, it then ends by a signal of the test in its phase, and a restart in
+    place is worth its while.
+    """
+    wait_for(lambda: len(events(paths, "allocation")) == number, 90, f"allocation {number}:\n{cluster.log(paths)}")
+    for component in cluster.slurm("squeue", "-h", "-j", job, "-o", "%A").split():
+        cluster.slurm("scontrol", "update", f"jobid={component}", "timelimit=60")
+
+
 def left(processes):
     return [process for process in processes if process.is_running() and process.status() != "zombie"]
 
@@ -81,6 +92,7 @@ def test_a_run_outlives_walltime_signals_and_a_lost_rank(cluster, model, paths):
     assert walltime["reason"] == "walltime" and 60 <= walltime["seconds_left"] < 125
 
     for number, (name, phase) in enumerate([("USR2", "generation"), ("TERM", "training"), ("TERM", "evaluation")], 2):
+        give_time(cluster, paths, job, number)
         wait_for(lambda: in_phase(paths, phase, number), LOAD_S, f"{phase} in allocation {number}:\n{cluster.log(paths)}")
         processes, sent = tree(cluster, job), time.time()
         cluster.slurm("scancel", f"--signal={name}", job)
@@ -91,10 +103,7 @@ def test_a_run_outlives_walltime_signals_and_a_lost_rank(cluster, model, paths):
         assert len(processes) > 8, "the engine's processes were seen"
         wait_for(lambda: not left(processes), 30, f"{left(processes)} to end")
 
-    # A restart in place needs time to be worth its while: move the end, as an administrator would.
-    wait_for(lambda: len(events(paths, "allocation")) == 5, 90, f"allocation 5:\n{cluster.log(paths)}")
-    for component in cluster.slurm("squeue", "-h", "-j", job, "-o", "%A").split():
-        cluster.slurm("scontrol", "update", f"jobid={component}", "timelimit=30")
+    give_time(cluster, paths, job, 5)
     wait_for(lambda: in_phase(paths, "training", 5), LOAD_S, f"training in allocation 5:\n{cluster.log(paths)}")
     last = status(paths)["train_step"] + 3
     config = OmegaConf.load(paths.config)
