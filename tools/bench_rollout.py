@@ -385,7 +385,7 @@ def run_part(part: str, quick: bool) -> dict[str, float]:
     if part == "rewards":
         from bench_rewards import measure_pool_speedup
 
-        return measure_pool_speedup(repeats=1 if quick else 5)
+        return measure_pool_speedup(1000 if quick else 5000)
     with tempfile.TemporaryDirectory(prefix="bench-rollout-") as folder:
         if part == "worker":
             return bench_worker(Path(folder), quick)
