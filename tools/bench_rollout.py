@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -130,7 +130,7 @@ class Rank:
             if self._error is not None:
                 raise self._error
             try:
-                return self.channel.receive(kind, 0.05, "the rank").message
+                return self.channel.receive(kind, 1.0, "the rank").message
             except TimeoutError:
                 continue
         raise TimeoutError(f"no {kind.__name__} within 300 s")
@@ -161,50 +161,78 @@ def prompt_text(number: int) -> str:
 
 
 def bench_worker(folder: Path, quick: bool) -> dict[str, float]:
-    """A rank against LLM.generate; both sides sample with logits' log-probabilities and seeds."""
+    """A rank against LLM.generate; both sides sample with logits' log-probabilities and seeds.
+
+    Both engines stay up and take turns: a machine that is slower for a while is so for both.
+    """
     make_model(folder / "model", "small")
-    config = make_config(folder / "model")
     lengths = long_tailed_lengths(24 if quick else 64, 120, random.Random(SEED))
-    group_size, repeats = 8, 2 if quick else 4
-    bare = _bare_rate(config, lengths, group_size, repeats)
-    rank = Rank(config, folder / "run")
-    rates = []
-    for _ in range(repeats + 1):
-        tokens, start = rank.engine.gauges.generated_tokens, time.perf_counter()
-        rank.grant(lengths, group_size)
-        done = 0
-        while done < len(lengths):
-            done += len(rank.collect().lease_ids)
-        seconds = time.perf_counter() - start
-        produced = sum(lengths) * group_size
-        assert rank.engine.gauges.generated_tokens - tokens == produced, "an answer ended early"
-        rates.append(produced / seconds)
+    group_size, turns = 8, 3 if quick else 7
+    produced = sum(lengths) * group_size
+    rank = Rank(make_config(folder / "model"), folder / "run")
+    with bare_engine(folder / "model", lengths, group_size) as bare_seconds:
+        seconds = []
+        for turn in range(turns + 1):
+            bare = bare_seconds(turn)
+            tokens, start = rank.engine.gauges.generated_tokens, time.perf_counter()
+            rank.grant(lengths, group_size)
+            done = 0
+            while done < len(lengths):
+                done += len(rank.collect().lease_ids)
+            seconds.append((time.perf_counter() - start, bare))
+            assert rank.engine.gauges.generated_tokens - tokens == produced, "an answer ended early"
     rank.stop()
-    worker = statistics.median(rates[1:])
+    # The first turn is a warm-up of both.
     return {
-        "worker_over_bare_vllm": worker / bare,
-        "worker_tokens_per_s": worker,
-        "bare_tokens_per_s": bare,
+        "worker_over_bare_vllm": statistics.median(bare / worker for worker, bare in seconds[1:]),
+        "worker_tokens_per_s": produced / statistics.median(worker for worker, _ in seconds[1:]),
+        "bare_tokens_per_s": produced / statistics.median(bare for _, bare in seconds[1:]),
     }
 
 
-def _bare_rate(config: Config, lengths: list[int], group_size: int, repeats: int) -> float:
+@contextmanager
+def bare_engine(model: Path, lengths: list[int], group_size: int) -> Iterator[Callable[[int], float]]:
+    """LLM.generate in a process of its own; yields a function that answers one turn's prompts in seconds."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    # No daemon: it has the engine's processes below it.
+    peer = context.Process(target=_bare_turns, args=(theirs, model, lengths, group_size))
+    peer.start()
+    theirs.close()
+
+    def once(turn: int) -> float:
+        ours.send(turn)
+        return ours.recv()
+
+    try:
+        yield once
+    finally:
+        ours.close()
+        peer.join(60.0)
+        peer.kill()
+
+
+def _bare_turns(connection, model: Path, lengths: list[int], group_size: int) -> None:
     from vllm import LLM, SamplingParams
 
     from areal_hpc.rollout.engine import engine_arguments
     from areal_hpc.rollout.environment import engine_cores_of_process, engine_environment
     from areal_hpc.rollout.tokens import load_tokenizer
 
+    config = make_config(model)
     with engine_environment(engine_cores_of_process(config), os.devnull, 600.0):
         arguments = engine_arguments(config, 0)
         del arguments["enable_log_requests"]
         llm = LLM(**arguments)
     tokenizer = load_tokenizer(config.model.tokenizer)
-    rates = []
-    for repeat in range(repeats + 1):
+    while True:
+        try:
+            turn = connection.recv()
+        except EOFError:
+            break
         prompts, params = [], []
         for number, length in enumerate(lengths):
-            ids = tokenizer(prompt_text(repeat * len(lengths) + number + 1)).input_ids
+            ids = tokenizer(prompt_text(turn * len(lengths) + number + 1)).input_ids
             for index in range(group_size):
                 prompts.append({"prompt_token_ids": ids})
                 params.append(
@@ -215,9 +243,11 @@ def _bare_rate(config: Config, lengths: list[int], group_size: int, repeats: int
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [
+            length for length in lengths for _ in range(group_size)
+        ], "an answer ended early"
+        connection.send(seconds)
     llm.llm_engine.engine_core.shutdown(timeout=0)
-    return statistics.median(rates[1:])
 
 
 def bench_interrupt(folder: Path, quick: bool) -> dict[str, float]:
@@ -337,7 +367,7 @@ def _load_in_memory(rank: Rank) -> float:
 
 
 @contextmanager
-def broadcast_peer(num_bytes: int) -> Iterator:
+def broadcast_peer(num_bytes: int) -> Iterator[Callable[[], float]]:
     """A second process to broadcast to; yields a function that does it once and returns seconds."""
     from torch.distributed import ProcessGroupGloo, TCPStore
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 POLL_INTERVAL_S = 0.001
+MAX_POLL_INTERVAL_S = 0.01
+POLL_SHARE = 0.01
+"""A wait looks again after this share of what it has lasted: late by 1% of it, and cheap for the
+cores that somebody else computes on."""
 TAG = 7
 
 
@@ -82,7 +86,7 @@ class Channel:
         Other messages stay for later polls, in order. Raises TimeoutError that names
         `what` and whom it waited for after `deadline_s` seconds.
         """
-        end = time.monotonic() + deadline_s
+        begin = time.monotonic()
         while True:
             with self._lock:
                 self._pull(256)
@@ -90,10 +94,11 @@ class Channel:
                     if isinstance(envelope.message, kinds) and source in (None, envelope.source):
                         del self._stash[index]
                         return envelope
-            if time.monotonic() > end:
+            waited = time.monotonic() - begin
+            if waited > deadline_s:
                 whom = "any rank" if source is None else self._describe(source)
                 raise TimeoutError(f"waited {deadline_s:.0f} s for {what} from {whom}")
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(min(MAX_POLL_INTERVAL_S, max(POLL_INTERVAL_S, POLL_SHARE * waited)))
 
     def heard(self) -> set[int]:
         """World ranks from which anything has arrived since the last call."""
