@@ -4,10 +4,12 @@
     python tools/experiment_staleness.py --folder runs/staleness --plot staleness.png
 
 One run of configs/quickstart.yaml for every objective, eta and seed, one after another, all
-from the same starting model and with the same number of steps. The figure of a run is its
-last held-out accuracy; the staleness that its trained tokens had (mean over tokens, largest)
-is printed beside it, since a bound that is never reached proves nothing. Finished runs are
-reused and an interrupted one is resumed: start the command again to go on.
+from the same starting model and with the same number of steps. How old data become depends
+on which side is faster, hence on the machine: algorithm.backlog=eta holds every step back
+until eta batches wait, so that data are as old as the bound allows. The figure of a run is
+its last held-out accuracy; the staleness that its trained tokens had (mean over tokens,
+largest) is printed beside it, since a bound that is never reached proves nothing. Finished
+runs are reused and an interrupted one is resumed: start the command again to go on.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="models/quickstart", help="starting model (default: %(default)s)")
     parser.add_argument("--etas", default="0,1,4,16", help="staleness bounds (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N-1 (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=24, help="training steps of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps of a run (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=256, help="answers of a step (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further configuration of every run")
     arguments = parser.parse_args()
     try:
@@ -109,6 +112,7 @@ def run(case: Case, arguments: argparse.Namespace) -> Outcome:
         sys.executable, "-m", "areal_hpc.cli", "run", "configs/quickstart.yaml", f"run.folder={folder}",
         f"run.seed={case.seed}", f"run.total_steps={arguments.steps}", f"model.path={arguments.model}",
         f"algorithm.objective={case.objective}", f"algorithm.max_staleness={case.eta}",
+        f"algorithm.backlog={case.eta}", f"trainer.batch_size={arguments.batch}",
         # Long enough a memory to compare the engine's log-probabilities at equal weights.
         f"trainer.weight_history={case.eta + 1}", "run.start_deadline_s=600", "run.on_existing=resume",
         *arguments.overrides,

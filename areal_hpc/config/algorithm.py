@@ -44,6 +44,9 @@ class AlgorithmConfig:
     """decoupled (Eq. 5 of the AReaL paper) or naive PPO (ratio to the behaviour policy, no weight)."""
     max_staleness: int = 4
     """eta of Eq. 3, versions."""
+    backlog: int = 0
+    """Batches that must be ready before a step takes one; at most max_staleness. Slows a run down on
+    purpose: its data are about as old as that, whichever side is faster (tools/experiment_staleness.py)."""
     minibatches: int = 4
     """Optimizer updates per training step."""
     advantage: str = "grpo"
@@ -100,9 +103,11 @@ def check_algorithm(config: Config) -> None:
     algorithm = config.algorithm
     for key, valid in CHOICES.items():
         _one_of(key, getattr(algorithm, key), valid)
-    for key in ("max_staleness", "value_clip", "clip_eps_high", "behaviour_floor", "kl_coef", "entropy_coef",
+    for key in ("max_staleness", "backlog", "value_clip", "clip_eps_high", "behaviour_floor", "kl_coef", "entropy_coef",
                 "overlong_buffer", "overlong_penalty"):
         _require(key, getattr(algorithm, key), getattr(algorithm, key) >= 0, "must not be negative")
+    _require("backlog", algorithm.backlog, algorithm.backlog <= algorithm.max_staleness,
+             f"can never be reached: it must not exceed algorithm.max_staleness={algorithm.max_staleness}")
     _require("minibatches", algorithm.minibatches, algorithm.minibatches >= 1, "must be at least 1")
     _require("minibatches", algorithm.minibatches, algorithm.minibatches <= config.trainer.batch_size,
              f"must not exceed trainer.batch_size={config.trainer.batch_size}")

@@ -281,6 +281,8 @@ class Controller:
             return
         self.groups.discard(self.batcher.discard_older(trainers.version - self.eta), TOO_OLD, trainers.train_step)
         size, group_size = self.config.trainer.batch_size, self.config.rollout.group_size
+        if self._backlog_missing(size):
+            return
         choice = choose_epoch(
             self.batcher,
             ((epoch, version, groups * group_size) for epoch, version, groups in self.leases.classes()),
@@ -299,6 +301,12 @@ class Controller:
         trainers.train(groups)
         self.groups.num_refused = 0
         self._wait_s = time.monotonic() - self._idle_since
+
+    def _backlog_missing(self, batch_size: int) -> bool:
+        """Whether algorithm.backlog asks for more ready batches, and more can come."""
+        wanted = self.config.algorithm.backlog * batch_size
+        ready = sum(map(self.batcher.num_trajectories, self.batcher.epochs))
+        return ready < wanted and bool(self.leases or self.admission.may_start(self._useful))
 
     def _is_complete(self, epoch: int) -> bool:
         """Whether no further trajectory of the epoch will come before the next step."""
