@@ -2,7 +2,8 @@
 
 Reads each file once, line by line, into a fixed number of bins and a sum per activity. The
 activities of a rank do not overlap: a span inside another (log-probs in a step) is taken off
-the outer one. Time without any span is a rollout's generation and the controller's control.
+the outer one, and of a rollout's spans that lie over one another the stronger counts. Time
+without any span is a rollout's generation and the controller's control.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.analysis.history import History, RunClock, rank_of, telemetry_files
+from areal_hpc.analysis.overlap import Exclusive, Part
 from areal_hpc.analysis.records import json_lines, number
 
 NUM_BINS = 1200
@@ -44,6 +46,10 @@ SPANS: dict[str, tuple[str, str]] = {
     "rollout.eval": (EVALUATE, GENERATE),
 }
 """Span -> its activity and the one it is taken off."""
+
+STRENGTH = {EVALUATE: 1, IDLE: 2, WEIGHTS: 3}
+"""Of a rollout's spans, which are all taken off its generation: an engine may be idle, or be
+updated while it is idle, during an evaluation; the requests of one run side by side."""
 
 RESTS = {"rollout": GENERATE, "controller": CONTROL}
 """What a rank does while no span says otherwise."""
@@ -146,7 +152,7 @@ class _Reader:
         self._has_idle = False
         self._tail = Counter[str]()
         self._stepped = False
-        self._evaluated = 0.0
+        self._exclusive = Exclusive()
         self._gauge: tuple[float, float] | None = None
         self._tokens = 0.0
 
@@ -199,6 +205,7 @@ class _Reader:
         self._tail = Counter()
         self._begin = self._work_began = 0.0
         self._stepped, self._gauge, self._tokens = False, None, 0.0
+        self._exclusive = Exclusive()
 
     # ---- spans -----------------------------------------------------------------------
 
@@ -220,18 +227,30 @@ class _Reader:
             self._work_began = time
         activity, outer = SPANS[name]
         begin, end = time, time + seconds
-        if activity == EVALUATE:
-            # The requests of one evaluation run side by side.
-            begin, self._evaluated = max(begin, self._evaluated), max(end, self._evaluated)
+        if outer == GENERATE:
+            self._claim(activity, begin, end, str(record.get("waiting", "")))
+            return
         self._add(activity, begin, end)
         if outer:
             self._add(outer, begin, end, -1.0)
         if activity == IDLE:
-            waiting = str(record.get("waiting", ""))
-            if waiting == "engine":
-                self._rank.waits[ENGINE] += seconds
-            else:
-                self._tail[{"reward": REWARD, "lease": BOUND}.get(waiting, BETWEEN)] += seconds
+            self._tail[BETWEEN] += seconds
+
+    def _claim(self, activity: str, begin: float, end: float, waiting: str) -> None:
+        """A span of a rollout: it gets what no stronger one has, from a weaker one or from generation."""
+        for part, before in self._exclusive.put(Part(begin, end, STRENGTH[activity], activity, waiting)):
+            self._add(activity, part.begin, part.end)
+            self._add(before.activity if before else GENERATE, part.begin, part.end, -1.0)
+            for entry, sign in ((part, 1.0), (before, -1.0)):
+                if entry is not None and entry.activity == IDLE:
+                    self._wait(entry.why, sign * (part.end - part.begin))
+
+    def _wait(self, waiting: str, seconds: float) -> None:
+        """Idleness of an engine by what it waited for; less than none takes some of it back."""
+        why = {"engine": ENGINE, "reward": REWARD}.get(waiting, BOUND)
+        # What is taken back may have been flushed meanwhile.
+        open_ = why != ENGINE and (seconds > 0 or self._tail[why] > 0)
+        (self._tail if open_ else self._rank.waits)[why] += seconds
 
     def _flush(self, why: str) -> None:
         """Work came after this idleness: it was not the end."""
@@ -260,9 +279,7 @@ class _Reader:
                 self._rank.running_s += seconds * (running + before[1]) / 2
                 self._rank.gauge_s += seconds
             elif not self._has_idle:  # files without spans of idleness
-                self._add(IDLE, before[0], time)
-                self._add(GENERATE, before[0], time, -1.0)
-                self._tail[BOUND] += seconds
+                self._claim(IDLE, before[0], time, "lease")
 
     def _add(self, activity: str, begin: float, end: float, sign: float = 1.0) -> None:
         """Seconds of run time to an activity, and to the bins that they lie in."""
