@@ -5,16 +5,20 @@ Without accounting: the nodes, GPUs and cores of the ranks times the run time. C
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal_hpc.analysis.history import History
-from areal_hpc.analysis.records import number, read_json, tail
+from areal_hpc.analysis.records import number, read_json
 from areal_hpc.analysis.timeline import Timeline
+from areal_hpc.config.errors import ConfigError
 from areal_hpc.launch import slurm
-from areal_hpc.launch.status import CLOCK_SLACK_S
+from areal_hpc.launch.drain import read_events
+from areal_hpc.launch.status import CLOCK_SLACK_S, leader_id
+from areal_hpc.paths import RunPaths
 
 HOUR_S = 3600.0
-SACCT_FIELDS = "JobID,State,Submit,ElapsedRaw,AllocNodes,AllocCPUS,AllocTRES"
+SACCT_FIELDS = "JobID,State,End,ElapsedRaw,AllocNodes,AllocCPUS,AllocTRES"
 SACCT_DEADLINE_S = 10.0
 
 
@@ -86,10 +90,8 @@ def _held(timeline: Timeline) -> tuple[int, int]:
 
 
 def accounting(history: History) -> list[Used]:
-    """What sacct knows of the run's jobs; [] where there is no job or no accounting."""
-    jobs = {str(event["job_id"]) for event in tail(history.paths.slurm_events) if event.get("job_id")}
-    record = read_json(history.paths.job)
-    jobs |= {str(record["job_id"])} if record.get("job_id") else set()
+    """What sacct knows of all the run's jobs; [] where there is no job or no accounting."""
+    jobs = known_jobs(history.paths)
     if not jobs:
         return []
     try:
@@ -98,18 +100,37 @@ def accounting(history: History) -> list[Used]:
         )
     except slurm.SlurmError:
         return []
-    return parse_accounting(text, number(record, "submitted"))
+    return parse_accounting(text, jobs)
 
 
-def parse_accounting(text: str, submitted: float = 0.0) -> list[Used]:
-    """`sacct -X -D -P` with a header; rows from before `submitted` are another job's with the same number."""
+def known_jobs(paths: RunPaths) -> dict[str, float]:
+    """Job id -> when the run first had that job, over all submissions (seconds since the epoch)."""
+    record = read_json(paths.job)
+    found = [(str(record.get("job_id", "")), number(record, "submitted"))]
+    found += [
+        (str(event.get("job_id", "")), number(event, "time"))
+        for event in read_events(paths) if event.get("event") == "allocation"
+    ]  # fmt: skip
+    jobs: dict[str, float] = {}
+    for job_id, time in found:
+        if job_id:
+            jobs[job_id] = min(time, jobs.get(job_id, time))
+    return jobs
+
+
+def parse_accounting(text: str, jobs: Mapping[str, float]) -> list[Used]:
+    """`sacct -X -D -P` with a header; rows that ended before the run had that job are another's with its number."""
     lines = text.splitlines()
     names = lines[0].split("|") if lines else []
     found = []
     for line in lines[1:]:
         row = dict(zip(names, line.split("|")))
-        when = slurm.parse_time(row.get("Submit", ""))
-        if when and when < submitted - CLOCK_SLACK_S:
+        try:
+            job_id = leader_id(row.get("JobID", ""))
+        except ConfigError:
+            continue
+        end = slurm.parse_time(row.get("End", ""))
+        if job_id not in jobs or (end and end < jobs[job_id] - CLOCK_SLACK_S):
             continue
         found.append(
             Used(_count(row, "ElapsedRaw"), _count(row, "AllocNodes"), _count(row, "AllocCPUS"),

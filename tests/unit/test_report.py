@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_hpc.analysis.cost import Used, parse_accounting
 from areal_hpc.analysis.figures import timeline
 from areal_hpc.analysis.history import load_history
 from areal_hpc.analysis.page import _faults, _samples, _tiles
@@ -359,22 +358,7 @@ def test_rewards_by_part_are_sums_over_what_was_read(tmp_path):
     assert [shown.reward for shown in found.best] == [1.0] and not found.decoded
 
 
-# ---- cost and lengths ------------------------------------------------------------------
-
-
-def test_accounting_counts_every_component_of_every_life():
-    text = (
-        "JobID|State|Submit|ElapsedRaw|AllocNodes|AllocCPUS|AllocTRES\n"
-        "7+0|COMPLETED|2026-11-29T10:00:00|3600|1|4|billing=4,cpu=4,node=1\n"
-        "7+1|COMPLETED|2026-11-29T10:00:00|3600|2|16|cpu=16,gres/gpu=8,gres/gpu:a100=8,node=2\n"
-        "7+1|REQUEUED|2026-11-29T08:00:00|1800|2|16|cpu=16,gres/gpu=8,node=2\n"
-        "7+0|PENDING|2026-11-29T12:00:00|0|0|0|\n"
-        "7+0|FAILED|2020-01-01T00:00:00|999|1|4|\n"
-    )
-    assert parse_accounting(text, submitted=1.7e9) == [
-        Used(3600, 1, 4, 0), Used(3600, 2, 16, 8), Used(1800, 2, 16, 8),
-    ]  # fmt: skip
-    assert parse_accounting("") == []
+# ---- lengths ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 100, 999, 31_000])
