@@ -204,7 +204,8 @@ def _faults(run: RunData) -> str:
     entries += _starts(run)
     entries.sort()
     counters = read_json(run.history.paths.status).get("counters") or {}
-    rows = [[name.replace("_", " "), f"{value:,.0f}"] for name, value in counters.items() if name != "trajectories"]
+    rows = [[name.replace("_", " "), f"{value:,.0f}"] for name, value in counters.items()
+            if value and name != "trajectories"]  # fmt: skip
     if run.trained.damaged_at >= 0:
         rows.append(["journal damaged at byte", f"{run.trained.damaged_at:,}"])
     if run.samples.unreadable:

@@ -16,6 +16,9 @@ from areal_hpc.paths import RunPaths
 
 
 class Board(Protocol):
+    def resume(self, step: int) -> None:
+        """What was shown of training step `step` and later ones is trained again; before the first `scalars`."""
+
     def scalars(self, values: Mapping[str, float], step: int) -> None: ...
 
     def close(self) -> None: ...
@@ -28,13 +31,27 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(folder, flush_secs=10)
+        self._resumed: int | None = None
+
+    def resume(self, step: int) -> None:
+        self._resumed = step
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        for event in self._events(values, step):
+            self._writer.add_event(event)
+
+    def _events(self, values: Mapping[str, float], step: int) -> list[Any]:
+        """Before the first numbers of a resumed run: the mark at which readers drop what is repeated."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        events = [Event(wall_time=time.time(), step=step, summary=summary)]
+        if self._resumed is not None:
+            start = SessionLog(status=SessionLog.START)
+            events.insert(0, Event(wall_time=time.time(), step=self._resumed, session_log=start))
+            self._resumed = None
+        return events
 
     def close(self) -> None:
         self._writer.close()
@@ -47,6 +64,14 @@ class OfflineWandb:
     """
 
     def __init__(self, config: Config, paths: RunPaths) -> None:
+        self._run: Any = None
+        try:
+            self._run = self._begin(config, paths)
+        except Exception as error:
+            self._stop(error)
+
+    @staticmethod
+    def _begin(config: Config, paths: RunPaths) -> Any:
         import wandb
         from omegaconf import OmegaConf
 
@@ -54,7 +79,7 @@ class OfflineWandb:
             silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
             x_disable_stats=True, x_disable_meta=True, x_save_requirements=False,
         )  # fmt: skip
-        self._run: Any = wandb.init(
+        return wandb.init(
             mode="offline",
             dir=str(paths.root),
             project="areal_hpc",
@@ -64,18 +89,29 @@ class OfflineWandb:
             settings=quiet,
         )
 
+    def resume(self, step: int) -> None:
+        """Nothing to do: its run is of this attempt alone."""
+
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         if self._run is None:
             return
         try:
             self._run.log(dict(values), step=step)
-        except Exception as error:  # a library of somebody else's, beside the run
-            logging.getLogger(__name__).warning("wandb stopped: %s", error)
-            self._run = None
+        except Exception as error:
+            self._stop(error)
 
     def close(self) -> None:
-        if self._run is not None:
+        if self._run is None:
+            return
+        try:
             self._run.finish()
+        except Exception as error:
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        """A library of somebody else's, beside the run: it may raise whatever it likes."""
+        logging.getLogger(__name__).warning("wandb stopped: %s", error)
+        self._run = None
 
 
 def open_boards(config: Config, paths: RunPaths) -> list[Board]:

@@ -7,7 +7,8 @@ them is sent. A torn last line is cut; a damaged line elsewhere is an error that
 Kinds and their fields:
     run         attempt, train_step (the checkpoint it goes on from), data, config (digests),
                 settings (every key of the configuration), first_group (of the present prompts),
-                batch_size, group_size, max_staleness, num_prompts, time
+                batch_size, group_size, max_staleness, num_prompts, time,
+                counters (of the attempts before)
     admitted    group, epoch, version (served)
     committed   path, digest, groups [{group, epoch, rows}]
     unfinished  path, digest, groups (as committed)     saved at a stop, to go on with

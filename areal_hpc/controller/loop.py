@@ -227,10 +227,7 @@ class Controller:
             "ready_groups": len(self.batcher),
             "groups_under_way": len(self.leases),
             "trajectories_outstanding": self.budget.outstanding,
-            "leases_expired": self.leases.num_expired,
-            "duplicates": self.leases.num_duplicates,
-            **self.counters,
-            **self.admission.counts,
+            **self.counted(),
         }
         self.progress.step(values, message.metrics)
 
@@ -405,8 +402,13 @@ class Controller:
             "places": (self.eta + 1) * self.config.trainer.batch_size,
             "epoch": self.admission.cursor.position // len(self.prompts.train),
             "waiting_for": self.waiting_for(),
-            "counters": {**self.counters, **self.admission.counts},
+            "counters": self.counted(),
         }
+
+    def counted(self) -> dict[str, int]:
+        """Faults, refusals and the like, over all attempts at the run."""
+        leases = {"leases_expired": self.leases.num_expired, "duplicates": self.leases.num_duplicates}
+        return self.progress.over_attempts(leases | self.counters | self.admission.counts)
 
 
 def _signs(world: World) -> dict[int, RankSign]:

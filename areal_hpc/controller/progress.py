@@ -6,9 +6,11 @@ goes on in the same files; `attempt` tells repeated steps apart.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,15 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(start + tail.rfind(b"\n") + 1)
 
 
+def counted_so_far(status: Path) -> Counter[str]:
+    """What the attempt that wrote status.json had counted, and those before it; nothing without a readable one."""
+    try:
+        found = json.loads(status.read_text(encoding="utf-8"))["counters"]
+        return Counter({str(name): int(value) for name, value in found.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Counter()
+
+
 class Progress:
     """Collects rates and writes; knows nothing of decisions."""
 
@@ -73,6 +84,7 @@ class Progress:
         """`ranks` by world rank; `boards` are shown the same numbers as TensorBoard."""
         self._paths = paths
         self._attempt = 1
+        self._resumed_at: int | None = None
         self.ranks = ranks
         cut_torn_line(paths.metrics)
         self._boards = list(boards)
@@ -85,12 +97,22 @@ class Progress:
         self._next_status = 0.0
         self._lines = 0
         self._started = time.time()
+        self.earlier = counted_so_far(paths.status)
+        """Faults, refusals and the like that earlier attempts counted."""
         self.summary: dict[str, Any] = {}
         """Latest values for status.json: reward, accuracy, evaluations."""
 
-    def set_attempt(self, attempt: int) -> None:
-        """Known once the journal is read."""
+    def set_attempt(self, attempt: int, train_step: int = 0, earlier: Mapping[str, int] | None = None) -> None:
+        """Known once the journal is read. `train_step`: of the checkpoint that it goes on from; `earlier`: what
+        the journal says was counted before the last attempt."""
         self._attempt = attempt
+        self._resumed_at = train_step if attempt > 1 else None
+        # Counts only grow, and a machine that went down may have left an older status.json or none.
+        self.earlier |= Counter(earlier or {})
+
+    def over_attempts(self, counted: Mapping[str, int]) -> dict[str, int]:
+        """The counts of this attempt and of those before."""
+        return {name: self.earlier[name] + counted.get(name, 0) for name in {**self.earlier, **counted}}
 
     # ---- signs of life -----------------------------------------------------------
 
@@ -174,6 +196,10 @@ class Progress:
             # At the first number, so that a start that fails leaves no empty file.
             self._boards.append(TensorBoard(str(self._paths.tensorboard)))
             self._has_tensorboard = True
+        if self._resumed_at is not None:
+            for board in self._boards:
+                board.resume(self._resumed_at + 1)
+            self._resumed_at = None
         values = {name: float(value) for name, value in record.items() if isinstance(value, (int, float))}
         for board in self._boards:
             board.scalars(values, step)
@@ -199,6 +225,7 @@ class Progress:
                 "job_id": os.environ.get("SLURM_JOB_ID", ""),
                 "gen_tokens_per_s": self._rate,
                 "num_running": int(sum(sign.details.get("running", 0) for sign in self.ranks.values())),
+                "counters": dict(self.earlier),
                 **self.summary,
                 **values(),
                 "ranks": {

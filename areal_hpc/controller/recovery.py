@@ -38,7 +38,8 @@ class Recovered:
     """State of a run at a checkpoint, with everything committed since.
 
     position: of the prompt cursor. first_group: of the present prompts; groups before it
-    belong to earlier ones. settings: of the last attempt. ready: groups that the surviving history has not
+    belong to earlier ones. settings: of the last attempt. counters: what all attempts before
+    the last one had counted. ready: groups that the surviving history has not
     consumed. in_flight: ids of groups that were admitted and have no result, to be asked
     again. consumed: group id -> training step. digests: of every shard in the journal.
     num_returned: groups consumed after the checkpoint, available again. evaluated: steps.
@@ -47,6 +48,7 @@ class Recovered:
     attempt: int = 0
     data: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
     first_group: int = 0
     position: int = 0
     ready: dict[int, ReadyGroup] = field(default_factory=dict)
@@ -85,6 +87,7 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
             case "run":
                 state.attempt, state.data = record["attempt"], record["data"]
                 state.settings = record.get("settings", {})
+                state.counters = record.get("counters", {})
                 state.first_group = record.get("first_group", 0)
                 state.position = max(state.position, state.first_group)
                 go_back(record["train_step"])

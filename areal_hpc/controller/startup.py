@@ -139,6 +139,7 @@ def open_ledger(
     if restarted:
         begin_other_prompts(state, num_prompts)
     state.attempt += 1
+    progress.set_attempt(state.attempt, train_step, state.counters)
     ledger.add(
         "run",
         attempt=state.attempt,
@@ -153,8 +154,8 @@ def open_ledger(
         overlap=config.weights.overlap,
         num_prompts=num_prompts,
         time=time.time(),
+        counters=dict(progress.earlier),
     )
-    progress.set_attempt(state.attempt)
     if changes:
         progress.event(f"changed since the last attempt, from step {train_step} on: {'; '.join(changes)}")
     if state.attempt > 1:

@@ -35,15 +35,16 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(
-    folder: Path, *, crash_at: int = -1, seed: int = 0, disk: Disk | None = None, **changes: object
-) -> FakeWorld:
+    folder: Path, *, crash_at: int = -1, seed: int = 0, disk: Disk | None = None, faults: Faults | None = None,
+    **changes: object,
+) -> FakeWorld:  # fmt: skip
     """One attempt at the run in folder/run; with `crash_at` its controller dies at that turn."""
     config = make_config(folder, **changes)
     config.model.path = config.model.tokenizer = "model"
     paths = RunPaths(folder / "run")
     paths.create()
     save_config(config, paths.config)
-    world = FakeWorld(config, paths, disk or Disk(), seed, Faults(crash_at=crash_at))
+    world = FakeWorld(config, paths, disk or Disk(), seed, faults or Faults(crash_at=crash_at))
     if crash_at >= 0:
         with pytest.raises(Crash):
             world.run()

@@ -24,23 +24,28 @@ class FakeWandb(types.ModuleType):
         self.logged: list[tuple[int, dict]] = []
         self.options: dict = {}
         self.finished = False
-        self.fails = False
+        self.fails: str = ""
 
     def Settings(self, **options):  # noqa: N802
         return options
 
     def init(self, **options):
+        self.fail("init")
         json.dumps(options["config"])
         self.options = options
         return self
 
     def log(self, values, step):
-        if self.fails:
-            raise RuntimeError("the service is gone")
+        self.fail("log")
         self.logged.append((step, values))
 
     def finish(self):
+        self.fail("finish")
         self.finished = True
+
+    def fail(self, call: str) -> None:
+        if self.fails == call:
+            raise RuntimeError("the service is gone")
 
 
 @pytest.fixture
@@ -89,13 +94,47 @@ def test_every_step_and_evaluation_is_shown_offline(tmp_path, wandb):
     assert wandb.logged[1][1]["eval/accuracy"] == 0.75
 
 
-def test_trouble_ends_the_board_not_the_run(tmp_path, wandb, caplog):
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_trouble_ends_the_board_not_the_run(tmp_path, wandb, caplog, call):
+    wandb.fails = call
     [board] = boards.open_boards(config_with_wandb(), RunPaths(tmp_path))
-    wandb.fails = True
     for step in range(3):
         board.scalars({"x": 1.0}, step)
     board.close()
     assert len(caplog.records) == 1 and "wandb stopped" in caplog.text and not wandb.finished
+
+
+def test_a_package_that_cannot_be_loaded_ends_the_board_only(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    [board] = boards.open_boards(config_with_wandb(), RunPaths(tmp_path))
+    board.scalars({"x": 1.0}, 1)
+    board.close()
+    assert "wandb stopped" in caplog.text
+
+
+def test_of_a_step_that_is_trained_again_tensorboard_shows_the_later_one(tmp_path, monkeypatch):
+    """The second attempt goes on from step 2 and does not come as far as the first."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    paths = RunPaths(tmp_path)
+    paths.create()
+    monkeypatch.setattr(progress, "echo", lambda line: None)
+    base = {"version": 0, "staleness_mean": 0.0, "staleness_max": 0, "wait_s": 0.1}
+    for attempt, first, last in ((1, 0, 5), (2, 2, 4)):
+        # Attempts begin more than a second apart, by which their files are named.
+        monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda at=attempt: 1e9 + at))
+        made = Progress(paths, ranks={})
+        made.set_attempt(attempt, first)
+        for step in range(first + 1, last + 1):
+            made.step({**base, "train_step": step, "reward_mean": float(attempt), "accuracy": 0.5}, {})
+        made.evaluation({"train_step": last, "accuracy": attempt / 4, "num_prompts": 5, "length_mean": 3.0,
+                         "seconds": 1.0})  # fmt: skip
+        made.close()
+    board = EventAccumulator(str(paths.tensorboard))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("reward_mean")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert [(event.step, event.value) for event in board.Scalars("eval/accuracy")] == [(4, 0.5)]
 
 
 def test_the_real_package_writes_into_the_run_folder(tmp_path):
