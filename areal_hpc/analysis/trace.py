@@ -4,15 +4,17 @@
     flows                    lease (episode) -> shard -> training step -> version in service
 
 Streams: telemetry is read line by line and written at once; only the flows' ends are held,
-of at most `max_flows` groups, spread over the run. Times are microseconds since the first
-life began, corrected by each rank's clock offset; the gaps between lives are kept.
+of at most `max_flows` groups, spread over the run. Times are whole microseconds since the
+first life began, corrected by each rank's clock offset; the gaps between lives are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +38,11 @@ THREADS = {"main": 0, "engine": 1, "weights": 2, "rewards": 3, "spool": 4, "chec
 FIRST_LANE = 100
 """Thread id of the first lane of spans that lie side by side (episodes, scoring)."""
 MAX_LANES = 512
+MAX_TRACKS = 9
+"""Threads of one kind, where its spans cross: ids of the further ones lie ten apart."""
+SLACK_US = 20
+"""Neighbours overlap by so much when they do not at all: starts and lengths are of different clocks."""
+MAX_SIBLINGS = 1024
 PLACES = {
     "rollout.idle": "engine", "rollout.update": "weights", "rollout.spool": "spool", "weights.snapshot": "weights",
 }  # fmt: skip
@@ -53,7 +60,7 @@ class Flow:
 
     shard: str = ""
     step: int = 0
-    episode: tuple[int, int, float] | None = None
+    episode: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -62,6 +69,39 @@ class Window:
 
     begin: float = 0.0
     end: float = float("inf")
+
+
+class Track:
+    """The spans of one thread, which have to nest to the microsecond: Perfetto drops what crosses another's end.
+
+    They come about in the order of their ends, so that parts come before the whole.
+    """
+
+    def __init__(self) -> None:
+        self._whole: deque[tuple[int, int]] = deque(maxlen=MAX_SIBLINGS)
+        """Begin and end of the spans that are not part of another so far, one after the other."""
+
+    def fit(self, begin: int, end: int) -> tuple[int, int] | None:
+        """(begin, end) as they may be written, moved by SLACK_US at most; None if the span crosses another."""
+        parts = 0
+        for first, last in reversed(self._whole):
+            if last <= begin:
+                break
+            if first <= begin and end <= last:
+                return begin, end
+            if first >= begin - SLACK_US and last <= end + SLACK_US:
+                begin, end = min(begin, first), max(end, last)
+                parts += 1
+            elif last - begin <= SLACK_US:
+                begin = last
+                break
+            else:
+                return None
+        for _ in range(parts):
+            self._whole.pop()
+        end = max(begin, end)
+        self._whole.append((begin, end))
+        return begin, end
 
 
 def main(argv: list[str]) -> int:
@@ -114,9 +154,9 @@ class Tracer:
         self._of_step: dict[int, list[Flow]] = {}
         for flow in self._flows.values():
             self._of_step.setdefault(flow.step, []).append(flow)
-        self._steps: dict[int, tuple[int, int, float]] = {}
-        self._live: dict[int, tuple[int, int, float]] = {}
-        self._shards: dict[str, tuple[int, int, float]] = {}
+        self._steps: dict[int, tuple[int, int, int]] = {}
+        self._live: dict[int, tuple[int, int, int]] = {}
+        self._shards: dict[str, tuple[int, int, int]] = {}
         self.num_events = self.num_flows = 0
         self.truncated = False
 
@@ -139,6 +179,7 @@ class Tracer:
         self._emit({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order * 100000 + rank}})
         named: set[int] = set()
         lanes: dict[str, list[float]] = {}
+        tracks: dict[int, list[Track]] = {}
         ahead = 0.0
         for record in json_lines(path):
             if record.get("c") == "start":
@@ -147,10 +188,14 @@ class Tracer:
             time = number(record, "t") - ahead
             if "s" in record:
                 thread, label = self._thread(record, time, lanes)
+                extent = self._us(time), self._us(time + number(record, "d"))
+                if thread < FIRST_LANE:
+                    further, extent = _place(tracks.setdefault(thread, []), extent)
+                    thread, label = thread + 10 * further, f"{label} {further + 1}" if further else label
                 if thread not in named:
                     named.add(thread)
                     self._name(pid, thread, "thread_name", label)
-                self._span(pid, thread, record, time)
+                self._span(pid, thread, record, time, extent)
             elif isinstance(record.get("c"), str):
                 self._counter(pid, record, time)
 
@@ -173,19 +218,17 @@ class Tracer:
         base = FIRST_LANE + MAX_LANES * list(SIDE_BY_SIDE.values()).index(kind)
         return base + free, f"{kind} {free + 1}"
 
-    def _span(self, pid: int, tid: int, record: dict[str, Any], time: float) -> None:
-        name, seconds = str(record["s"]), number(record, "d")
-        begin = self._us(time)
+    def _span(self, pid: int, tid: int, record: dict[str, Any], time: float, extent: tuple[int, int]) -> None:
+        name, (begin, end) = str(record["s"]), extent
         wrote = self._emit(
             {"ph": "X", "name": name, "cat": name.partition(".")[0], "pid": pid, "tid": tid, "ts": begin,
-             "dur": round(seconds * 1e6, 1),
-             "args": {key: value for key, value in record.items() if key not in SKIPPED}},
-            time, time + seconds,
+             "dur": end - begin, "args": {key: value for key, value in record.items() if key not in SKIPPED}},
+            time, time + number(record, "d"),
         )  # fmt: skip
         if not wrote:
             return
         # A flow binds to the innermost span around its time: the middle, or the start of one with parts.
-        middle = (pid, tid, begin if name == "train.step" else begin + seconds * 5e5)
+        middle = (pid, tid, begin if name == "train.step" else (begin + end) // 2)
         if name == "rollout.episode" and (flow := self._flows.get(record.get("group", -1))) is not None:
             flow.episode = middle
         elif name == "rollout.spool" and record.get("path") in self._of_shard:
@@ -202,9 +245,10 @@ class Tracer:
         name = record["c"]
         if name == "checkpoint.seconds":
             seconds = number(record, "v")
+            begin, end = self._us(time - seconds), self._us(time)
             self._name(pid, THREADS["checkpoint"], "thread_name", "checkpoint")
             self._emit({"ph": "X", "name": "checkpoint written", "cat": "train", "pid": pid,
-                        "tid": THREADS["checkpoint"], "ts": self._us(time - seconds), "dur": round(seconds * 1e6, 1),
+                        "tid": THREADS["checkpoint"], "ts": begin, "dur": end - begin,
                         "args": {"train_step": record.get("train_step")}}, time - seconds, time)  # fmt: skip
         elif name in COUNTERS:
             self._emit({"ph": "C", "name": COUNTERS[name], "pid": pid, "tid": 0, "ts": self._us(time),
@@ -222,7 +266,7 @@ class Tracer:
             for index, (pid, tid, at) in enumerate(way):
                 phase = "s" if not index else "f" if index == len(way) - 1 else "t"
                 self._emit({"ph": phase, "id": group, "name": "lease", "cat": "flow", "pid": pid, "tid": tid,
-                            "ts": round(at, 1)} | ({"bp": "e"} if phase == "f" else {}))  # fmt: skip
+                            "ts": at} | ({"bp": "e"} if phase == "f" else {}))  # fmt: skip
             self.num_flows += 1
 
     # ---- writing ---------------------------------------------------------------------
@@ -239,12 +283,34 @@ class Tracer:
             if self.num_events >= self._max_events:
                 self.truncated = True
                 return False
-        self._out.write((",\n" if self.num_events else "") + json.dumps(event, separators=(",", ":")))
+        self._out.write((",\n" if self.num_events else "") + json.dumps(_finite(event), separators=(",", ":")))
         self.num_events += 1
         return True
 
-    def _us(self, time: float) -> float:
-        return round((time - self._zero) * 1e6, 1)
+    def _us(self, time: float) -> int:
+        """Whole microseconds since the beginning: what nests still does, and no viewer rounds it again."""
+        return max(0, round((time - self._zero) * 1e6))
+
+
+def _place(tracks: list[Track], extent: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+    """(index of the first thread of a kind into which a span fits, its extent there)."""
+    for index, track in enumerate(tracks):
+        if (fitted := track.fit(*extent)) is not None:
+            return index, fitted
+    if len(tracks) < MAX_TRACKS:
+        tracks.append(Track())
+        tracks[-1].fit(*extent)
+        return len(tracks) - 1, extent
+    return 0, extent
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as text: a viewer refuses a file with what is no JSON."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def choose_flows(history: History, most: int) -> dict[int, Flow]:

@@ -1,10 +1,11 @@
-"""`areal-hpc trace`: spans nest, flows pair up, and the file stays bounded."""
+"""`areal-hpc trace`: what Perfetto asks of trace events, spans that nest, flows that pair up, a bounded file."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -26,22 +27,114 @@ def paths(tmp_path, monkeypatch):
 
 
 def events_of(paths, **options) -> list[dict]:
+    """Events of the trace, after a look at the format of each."""
     out = io.StringIO()
     trace.Tracer(load_history(paths.root), out, trace.Window(), **options).run()
-    return json.loads(out.getvalue())["traceEvents"]
+    return check_format(out.getvalue())
 
 
-def test_spans_of_a_thread_nest(paths):
+FIELDS = {
+    "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"}, "C": {"ph", "name", "pid", "tid", "ts", "args"},
+    "M": {"ph", "name", "pid", "args"}, "i": {"ph", "s", "name", "pid", "tid", "ts"},
+    **dict.fromkeys("st", {"ph", "id", "name", "cat", "pid", "tid", "ts"}),
+    "f": {"ph", "id", "name", "cat", "pid", "tid", "ts", "bp"},
+}  # fmt: skip
+"""Trace Event Format: phase -> its fields."""
+
+
+def no_json(constant: str):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def check_format(text: str) -> list[dict]:
+    """Events of a trace that a viewer takes whole: fields and types, names of all tracks, nesting, flows."""
+    document = json.loads(text, parse_constant=no_json)
+    assert document.keys() == {"displayTimeUnit", "traceEvents"} and document["displayTimeUnit"] in ("ms", "ns")
+    events = document["traceEvents"]
+    processes, threads = set(), set()
+    for event in events:
+        assert FIELDS[event["ph"]] <= event.keys() <= FIELDS[event["ph"]] | {"tid"}, event
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event.get("tid", 0), int)
+        for key in ("ts", "dur"):
+            assert key not in event or (type(event[key]) is int and event[key] >= 0), f"microseconds: {event}"
+        if event["ph"] == "M":
+            kinds = {"process_name": "name", "process_sort_index": "sort_index", "thread_name": "name"}
+            assert event["args"].keys() == {kinds[event["name"]]}
+            processes |= {event["pid"]} if event["name"] == "process_name" else set()
+            threads |= {(event["pid"], event["tid"])} if event["name"] == "thread_name" else set()
+        elif event["ph"] == "C":
+            assert all(isinstance(value, (int, float, str)) for value in event["args"].values())
+        elif event["ph"] == "i":
+            assert event["s"] in ("g", "p", "t")
+    assert {event["pid"] for event in events} <= processes
+    assert {(event["pid"], event["tid"]) for event in events if event["ph"] in "Xstf"} <= threads
+    check_stacks(events)
+    return events
+
+
+def check_stacks(events: list[dict]) -> None:
+    """By Perfetto's rules: no span crosses another's end on its thread; each end of a flow finds one that is open.
+
+    Of events at the same time the longest span comes first, then what has no length, in the file's order.
+    """
     stacks: dict[tuple[int, int], list[dict]] = defaultdict(list)
-    spans = [event for event in events_of(paths) if event["ph"] == "X"]
-    assert len(spans) > 100
-    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
-        stack = stacks[span["pid"], span["tid"]]
-        while stack and stack[-1]["ts"] + stack[-1]["dur"] <= span["ts"]:
-            stack.pop()
-        if stack:
-            assert span["ts"] + span["dur"] <= stack[-1]["ts"] + stack[-1]["dur"] + 0.2, (span, stack[-1])
-        stack.append(span)
+    flows: dict[tuple, list[str]] = defaultdict(list)
+    timed = [event for event in events if event["ph"] in "Xstf"]
+    for event in sorted(timed, key=lambda event: (event["ts"], -event.get("dur", -1))):
+        stack = stacks[event["pid"], event["tid"]]
+        if event["ph"] == "X":
+            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
+                stack.pop()
+            for outer in stack:
+                assert event["ts"] + event["dur"] <= outer["ts"] + outer["dur"], f"{event} crosses {outer}"
+            stack.append(event)
+        else:
+            # A flow goes to the span that began last, whether or not that has ended.
+            assert stack and event["ts"] <= stack[-1]["ts"] + stack[-1]["dur"], f"no span around {event}"
+            flows[event["cat"], event["name"], event["id"]].append(event["ph"])
+            assert event["ph"] != "f" or event["bp"] == "e"
+    for key, phases in flows.items():
+        assert phases[0] == "s" and phases[-1] == "f" and set(phases[1:-1]) <= {"t"}, (key, phases)
+
+
+def test_the_trace_keeps_the_trace_event_format(paths):
+    phases = Counter(event["ph"] for event in events_of(paths))
+    assert phases["X"] > 100 and phases["s"] == phases["f"] == 24 and phases.keys() == set(FIELDS)
+
+
+@pytest.mark.parametrize("jitter_us", [0.0, 0.6, 8.0])
+def test_spans_that_overlap_by_the_error_of_their_clocks_nest(paths, jitter_us):
+    """A start and a length are measured by two clocks, each to a microsecond."""
+    numbers = random.Random(1)
+    path = paths.spans("trainer", 0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "s" in line:
+            line["t"] = round(line["t"] + numbers.uniform(-1, 1) * jitter_us * 1e-6, 6)
+            line["d"] = round(line["d"] + numbers.uniform(-1, 1) * jitter_us * 1e-6, 6)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    steps = [event for event in events_of(paths) if event["name"] == "train.step"]
+    assert len({event["tid"] for event in steps}) == 1
+    for number, step in enumerate(steps):
+        assert step["ts"] == pytest.approx(7e6 + number * 10e6, abs=50) and step["dur"] == pytest.approx(6e6, abs=50)
+
+
+def test_spans_that_cross_get_threads_of_their_own(paths):
+    with open(paths.spans("trainer", 0), "a") as file:
+        for begin in (100.0, 103.0, 106.0):
+            file.write(json.dumps({"t": T0 + begin, "d": 4.0, "s": "train.checkpoint"}) + "\n")
+    events = events_of(paths)
+    saves = [event for event in events if event["name"] == "train.checkpoint"]
+    assert [(event["ts"], event["dur"]) for event in saves] == [(1e8, 4e6), (1.03e8, 4e6), (1.06e8, 4e6)]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [names[event["pid"], event["tid"]] for event in saves] == ["main", "main 2", "main"]
+
+
+def test_what_is_no_number_is_written_as_text(paths):
+    with open(paths.spans("rollout", 0), "a") as file:
+        file.write('{"t": %f, "d": 1.0, "s": "reward.score", "sums": {"math": NaN}}\n' % (T0 + 80))
+    found = [event["args"] for event in events_of(paths) if event["name"] == "reward.score"]
+    assert {"sums": {"math": "nan"}} in found
 
 
 def test_every_trained_group_flows_from_its_lease_to_its_version(paths):
