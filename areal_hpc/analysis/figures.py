@@ -35,10 +35,13 @@ ACTIVITY_COLOURS = {
     "forward + backward": "#2f6db5", "optimizer": "#1d3f73", "other step work": "#a9c4e4", "weights": "#9256b5",
     "checkpoint": "#8a6d3b", "idle": "#f3dfe0", "control": "#8d97a5",
 }  # fmt: skip
+BOUND_COLOUR = "#c2405a"
 MAX_PARTS = 4
 MAX_ROWS = 24
 """Ranks drawn in a timeline; sums are taken over more."""
 RUN_LEGEND_IN = 0.3
+FAR_BOUND = 4
+"""A bound beyond this many times the largest staleness is told in words: a line there would flatten all bars."""
 ROW_PIXELS = 16
 """Pixel rows of a rank in the timeline."""
 
@@ -128,32 +131,39 @@ def staleness(runs: list[RunData]) -> Drawn:
     """Histogram of the staleness of every trained sample, with the bound."""
     figure, (axes, trend) = _figure(2, 2.5)
     totals = [run.trained.total.staleness for run in runs]
-    top = max([run.history.bound for run in runs] + [value for total in totals for value in total])
+    low, high = (chosen([0, *(value for total in totals for value in total)]) for chosen in (min, max))
     width = 0.8 / len(runs)
     for index, ((run, colour), total) in enumerate(zip(_coloured(runs), totals, strict=True)):
         count = sum(total.values())
-        places = [value + (index - (len(runs) - 1) / 2) * width for value in range(top + 1)]
-        axes.bar(places, [total[value] / count if count else 0.0 for value in range(top + 1)], width * 0.92,
-                 color=colour)  # fmt: skip
+        # Every value that there is, so that the bars of a run are all of its samples.
+        places = [value + (index - (len(runs) - 1) / 2) * width for value in sorted(total)]
+        axes.bar(places, [total[value] / count for value in sorted(total)], width * 0.92, color=colour)
         trend.plot(run.steps, run.column("staleness_mean"), color=colour, label=_label(runs, run, "mean"))
         trend.plot(run.steps, run.column("staleness_max"), color=colour, lw=1.0, ls=":",
                    label=_label(runs, run, "largest"))  # fmt: skip
-    for bound in {run.history.bound for run in runs}:
-        axes.axvline(bound + 0.5, color="#c2405a", lw=1.2, ls="--")
-        axes.text(bound + 0.5, 1.02, f"bound η = {bound}", color="#c2405a", ha="right", va="bottom", fontsize=8.5,
+    bounds = sorted({run.history.bound for run in runs})
+    near = [bound for bound in bounds if bound <= FAR_BOUND * (high + 2)]
+    for bound in near:
+        axes.axvline(bound + 0.5, color=BOUND_COLOUR, lw=1.2, ls="--")
+        axes.text(bound + 0.5, 1.02, f"bound η = {bound}", color=BOUND_COLOUR, ha="right", va="bottom", fontsize=8.5,
                   transform=axes.get_xaxis_transform())  # fmt: skip
-        trend.axhline(bound, color="#c2405a", lw=1.0, ls="--")
+        trend.axhline(bound, color=BOUND_COLOUR, lw=1.0, ls="--")
+    axes.set_xlim(low - 0.6, max([high, *near]) + 0.6)
+    far = [str(bound) for bound in bounds if bound not in near]
     axes.set_xlabel("staleness of a sample (versions)")
     axes.set_ylabel("share of trained samples")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="x", visible=False)
     trend.set_ylabel("staleness (versions)")
-    trend.set_ylim(bottom=0)
+    trend.set_ylim(bottom=min(0.0, *_finite(run.column("staleness_mean") for run in runs)))
     _by_step(runs, trend)
     return Drawn("staleness", "Staleness",
                  "Version trained from minus the version of a sample's oldest token, for every trained sample. "
-                 "Admission keeps it within the bound (dashed).", figure)  # fmt: skip
+                 "Admission keeps it within the bound (dashed)."
+                 + (f" The bound η = {', '.join(far)} lies far beyond the figure." if far else "")
+                 + (" Below 0 are answers of versions after the checkpoint from which a run went on." if low < 0 else ""),
+                 figure)  # fmt: skip
 
 
 def lengths(runs: list[RunData]) -> Drawn:
@@ -172,7 +182,7 @@ def lengths(runs: list[RunData]) -> Drawn:
         cut.plot(run.steps, [step.num_truncated / step.num_samples if step.num_samples else math.nan for step in sums],
                  color=colour, label=_label(runs, run, "cut off at the token limit"))  # fmt: skip
     for limit in {run.history.config.rollout.max_new_tokens for run in runs}:
-        axes.axhline(limit, color="#c2405a", lw=1.0, ls="--")
+        axes.axhline(limit, color=BOUND_COLOUR, lw=1.0, ls="--")
     axes.set_ylabel("answer length (tokens)")
     axes.set_ylim(bottom=0)
     cut.set_ylabel("share of trained samples")
@@ -382,6 +392,11 @@ def _neutral(runs: list[RunData], handles: list) -> None:
     """A line's kind has no colour where colours are runs."""
     for handle in handles if len(runs) > 1 else []:
         handle.set_color(MUTED)
+
+
+def _finite(columns: Iterable[list[float]]) -> list[float]:
+    """All numbers of the columns; at least one."""
+    return [value for column in columns for value in column if math.isfinite(value)] or [0.0]
 
 
 def _robust_top(axes: Axes, values: list[float], floor: float = 1.6) -> None:
