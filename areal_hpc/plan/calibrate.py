@@ -3,7 +3,8 @@
 Reads config.yaml, telemetry/*.jsonl and the spool. What the files hold:
 trainer-*.jsonl   spans train.step (num_tokens), weights.publish (total_s)
 rollout-*.jsonl   gauges rollout.running and rollout.generated_tokens once a second,
-                  spans rollout.update (stage_s, pause_s, load_s, pause_to_resume_s), gauge rollout.reward_s
+                  spans rollout.update (stage_s, pause_s, load_s, pause_to_resume_s), rollout.idle,
+                  gauge rollout.reward_s
 spool             answers of whole groups
 
 A decode step is fitted to the gauges: an interval of s seconds with g new tokens at m
@@ -249,25 +250,30 @@ def _intervals(
     """(seconds, tokens, running sequences) between two gauges of one engine.
 
     The standstill of an update does not count, nor does the prefill of its interrupted
-    sequences, `prefill_s` each: the simulation adds both. A slow engine may finish no step
-    between two gauges: such an interval joins the next.
+    sequences, `prefill_s` each: the simulation adds both, as it does the time in which an engine
+    has nothing to generate. A slow engine may finish no step between two gauges: such an
+    interval joins the next.
     """
     readings: list[tuple[float, float, float]] = []
-    edges, stood = [0.0], [0.0]
+    still: list[tuple[float, float]] = []
     tokens, running = None, 0.0
     for event in events:
         if event.get("s") == "rollout.update":
-            begin, end = event["t"] - event.get("stage_s", 0.0), event["t"] + event["d"]
-            begin, end = max(begin, edges[-1]), max(end, edges[-1]) + prefill_s * running
-            edges += [begin, end]
-            stood += [stood[-1], stood[-1] + end - begin]
+            still.append((event["t"] - event.get("stage_s", 0.0), event["t"] + event["d"] + prefill_s * running))
+        elif event.get("s") == "rollout.idle":
+            still.append((event["t"], event["t"] + event["d"]))
         elif event.get("c") == "rollout.generated_tokens":
             tokens = event["v"]
         elif event.get("c") == "rollout.running" and tokens is not None:
             running = event["v"]
             readings.append((event["t"], tokens, running))
             tokens = None
-    # Seconds of standstill until each reading.
+    # Seconds of standstill until each reading; an update of an idle engine counts once.
+    edges, stood = [0.0], [0.0]
+    for begin, end in sorted(still):
+        begin, end = max(begin, edges[-1]), max(end, edges[-1])
+        edges += [begin, end]
+        stood += [stood[-1], stood[-1] + end - begin]
     still_s = np.interp([time for time, _, _ in readings], edges, stood) if readings else []
     seconds = running_s = 0.0
     for (begin, end), (stood_before, stood_after) in zip(

@@ -168,6 +168,20 @@ def test_standstill_and_prefill_of_an_update_do_not_count():
     assert (seconds, tokens, running) == (pytest.approx(1 - 0.1 - 0.2 - 20 * 0.01), 100, pytest.approx(20))
 
 
+def test_an_idle_engine_does_not_decode_slowly():
+    lines = [
+        {"t": 10.0, "c": "rollout.generated_tokens", "v": 0},
+        {"t": 10.0, "c": "rollout.running", "v": 20},
+        # The update lies in the idleness, which is written when it ends.
+        {"t": 10.3, "d": 0.1, "s": "rollout.update", "stage_s": 0.0},
+        {"t": 10.2, "d": 0.4, "s": "rollout.idle", "waiting": "lease"},
+        {"t": 11.0, "c": "rollout.generated_tokens", "v": 100},
+        {"t": 11.0, "c": "rollout.running", "v": 20},
+    ]
+    ((seconds, tokens, running),) = _intervals(lines)
+    assert (seconds, tokens, running) == (pytest.approx(0.6), 100, pytest.approx(20))
+
+
 def test_a_fixed_cost_is_only_told_from_steps_of_several_sizes():
     assert fit_training([(1000, 1.0)] * 8) == (1000.0, 0.0)
     assert fit_training([(1000, 1.0), (2000, 1.5)]) == (pytest.approx(1200), 0.0)
