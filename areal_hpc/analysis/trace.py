@@ -155,7 +155,8 @@ class Tracer:
         for flow in self._flows.values():
             self._of_step.setdefault(flow.step, []).append(flow)
         self._steps: dict[int, tuple[int, int, int]] = {}
-        self._live: dict[int, tuple[int, int, int]] = {}
+        self._live: dict[int, dict[int, tuple[int, int, int]]] = {}
+        """Version -> attempt -> where it first came into service."""
         self._shards: dict[str, tuple[int, int, int]] = {}
         self.num_events = self.num_flows = 0
         self.truncated = False
@@ -239,7 +240,9 @@ class Tracer:
             if held is None or held[0] == pid:
                 self._steps[record["train_step"]] = middle
         elif name == "rollout.update" and isinstance(record.get("version"), int):
-            self._live.setdefault(record["version"], middle)
+            attempts = self._live.setdefault(record["version"], {})
+            attempt = int(number(record, "a"))
+            attempts[attempt] = min(middle, attempts.get(attempt, middle), key=lambda place: place[2])
 
     def _counter(self, pid: int, record: dict[str, Any], time: float) -> None:
         name = record["c"]
@@ -259,9 +262,14 @@ class Tracer:
     def _write_flows(self) -> None:
         """Arrows through whole ways only: episode, shard, step, and the version that came of it."""
         for group, flow in self._flows.items():
-            places = [flow.episode, self._shards.get(flow.shard), self._steps.get(flow.step), self._live.get(flow.step)]
-            way = [place for place in places if place is not None]
-            if flow.episode is None or len(way) < 3 or self.truncated:
+            step = self._steps.get(flow.step)
+            # A step that was trained again made its version again.
+            lives = [place for place in self._live.get(flow.step, {}).values() if step and place[2] >= step[2]]
+            live = min(lives, key=lambda place: place[2], default=None)
+            way = [place for place in (flow.episode, self._shards.get(flow.shard), step, live) if place is not None]
+            # An arrow goes forwards in time; clocks may disagree.
+            forwards = all(before[2] <= after[2] for before, after in zip(way, way[1:]))
+            if flow.episode is None or len(way) < 3 or not forwards or self.truncated:
                 continue
             for index, (pid, tid, at) in enumerate(way):
                 phase = "s" if not index else "f" if index == len(way) - 1 else "t"

@@ -14,7 +14,7 @@ from areal_hpc.controller.ledger import read_runs
 from controller_world import Disk, Faults
 from run_folders import make_run, quicken
 
-MORE = {"run__total_steps": 12, "rollout__max_attempts": 20}
+MORE = {"rollout__max_attempts": 20}
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +29,12 @@ def last_step(paths) -> dict:
 
 def test_engine_restarts_before_a_resume_still_count(tmp_path):
     disk = Disk()
-    troubled = Faults(restart=0.05, duplicate=0.5, stop_at=60)
+    troubled = Faults(restart=0.05, duplicate=0.5, stop_at=40)
     paths = make_run(tmp_path, seed=5, disk=disk, faults=troubled, **MORE).paths
     first = json.loads(paths.status.read_text())["counters"]
     assert first["engine_restarts"] > 0 and first["duplicates"] > 0 and first["granted_again"] > 0
     # The second attempt is stopped too; a machine went down and left half of its status.
-    make_run(tmp_path, disk=disk, faults=Faults(stop_at=30), **MORE)
+    make_run(tmp_path, disk=disk, faults=Faults(stop_at=10), **MORE)
     assert json.loads(paths.status.read_text())["counters"]["engine_restarts"] == first["engine_restarts"]
     paths.status.write_text('{"counters": {"engine_re')
     make_run(tmp_path, disk=disk, **MORE)
@@ -52,7 +52,7 @@ def test_engine_restarts_before_a_resume_still_count(tmp_path):
 
 def test_a_run_that_only_starts_again_keeps_its_counts(tmp_path):
     disk = Disk()
-    paths = make_run(tmp_path, seed=5, disk=disk, faults=Faults(restart=0.05, stop_at=60), **MORE).paths
+    paths = make_run(tmp_path, seed=5, disk=disk, faults=Faults(restart=0.05, stop_at=40), **MORE).paths
     first = json.loads(paths.status.read_text())["counters"]
     from areal_hpc.controller.progress import Progress
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -13,17 +15,26 @@ from areal_hpc.analysis import trace
 from areal_hpc.analysis.history import load_history
 from areal_hpc.cli import main as cli
 from areal_hpc.controller.ledger import read_ledger
+from areal_hpc.paths import RunPaths
 from controller_world import Disk
 from run_folders import T0, make_run, quicken, set_times, write_ranks
 
 
-@pytest.fixture
-def paths(tmp_path, monkeypatch):
-    quicken(monkeypatch)
-    found = make_run(tmp_path).paths
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        found = make_run(tmp_path_factory.mktemp("trace")).paths
     set_times(found, [(T0, 0)])
     write_ranks(found)
     return found
+
+
+@pytest.fixture
+def paths(finished, tmp_path) -> RunPaths:
+    """A copy of it, for a test to change."""
+    return RunPaths(Path(shutil.copytree(finished.root, tmp_path / "run")))
 
 
 def events_of(paths, **options) -> list[dict]:
@@ -102,7 +113,7 @@ def test_the_trace_keeps_the_trace_event_format(paths):
     assert phases["X"] > 100 and phases["s"] == phases["f"] == 24 and phases.keys() == set(FIELDS)
 
 
-@pytest.mark.parametrize("jitter_us", [0.0, 0.6, 8.0])
+@pytest.mark.parametrize("jitter_us", [0.0, 0.6, 4.0])
 def test_spans_that_overlap_by_the_error_of_their_clocks_nest(paths, jitter_us):
     """A start and a length are measured by two clocks, each to a microsecond."""
     numbers = random.Random(1)
@@ -165,6 +176,28 @@ def _enclosing(spans: list[dict], end: dict) -> dict:
     # The middle of a step lies in its parts as well; the arrow goes to the step that holds them.
     steps = [span for span in found if span["name"] == "train.step"]
     return steps[0] if steps else min(found, key=lambda span: span["dur"])
+
+
+def test_flows_of_a_resumed_run_go_through_the_steps_that_survived(tmp_path, monkeypatch):
+    quicken(monkeypatch)
+    disk = Disk()
+    make_run(tmp_path, crash_at=40, disk=disk)
+    first = disk.newest
+    paths = make_run(tmp_path, seed=1, disk=disk).paths
+    set_times(paths, [(T0, 0), (T0 + 5000.0, first)])
+    write_ranks(paths, T0, range(1, first + 2))  # one step more than was saved
+    write_ranks(paths, T0 + 5000.0, range(first + 1, 7))
+    for role, rank in (("trainer", 0), ("rollout", 0), ("rollout", 1)):
+        path = paths.spans(role, rank)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line | {"a": 1 + (line["t"] > T0 + 4000)}) + "\n" for line in lines))
+    events = events_of(paths)
+    spans = [event for event in events if event["ph"] == "X"]
+    ends = [event for event in events if event["ph"] == "f"]
+    found = Counter(_enclosing(spans, end)["args"]["version"] for end in ends)
+    assert found == {version: 4 for version in range(1, 7)}
+    again = [end["ts"] for end in ends if _enclosing(spans, end)["args"]["version"] > first]
+    assert min(again) > 5000e6
 
 
 def test_ranks_are_named_and_side_by_side_spans_have_lanes(paths):
