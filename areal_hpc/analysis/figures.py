@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
-from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
+from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter  # noqa: E402
 
 from areal_hpc.analysis.run_data import RunData  # noqa: E402
 from areal_hpc.analysis.samples import spread  # noqa: E402
@@ -76,6 +76,7 @@ def curves(runs: list[RunData]) -> Drawn:
         (unit, lambda run, records: [hours * (run.cost.width if unit == run.cost.unit else run.cost.cores)
                                      for hours in run.run_hours(records)]),
     ]  # fmt: skip
+    evaluated = [run for run in runs if run.history.evals]
     figure, panels = _figure(3, 2.9, sharey=True)
     for axes, (label, place) in zip(panels, views, strict=True):
         for run, colour in _coloured(runs):
@@ -83,21 +84,23 @@ def curves(runs: list[RunData]) -> Drawn:
             axes.plot(place(run, run.history.steps), run.column("reward_mean"), lw=1.3,
                       color=REWARD if single else colour, alpha=1.0 if single else 0.55,
                       label=_label(runs, run, "reward, mean of each batch"))  # fmt: skip
+            if not run.history.evals:
+                continue
             axes.plot(place(run, run.history.evals), [record["accuracy"] for record in run.history.evals.values()],
                       "o-", ms=4, color=ACCURACY if single else colour,
-                      label=_label(runs, run, "held-out accuracy"))  # fmt: skip
+                      label="held-out accuracy" if run is evaluated[0] else None)  # fmt: skip
         axes.set_xlabel(label)
         _restarts(axes, runs, label)
     panels[0].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     panels[0].set_ylabel("reward, accuracy")
     handles, texts = panels[0].get_legend_handles_labels()
     _legend(figure, runs, handles, texts)
-    gaps = [run for run in runs if run.history.clock.gaps_s > 60]
     return Drawn("curves", "Reward and held-out accuracy",
                  "Reward is the mean over the samples of each training batch; accuracy is measured on held-out prompts "
                  "that are never trained on. Run time counts only while the ranks ran"
-                 + (", not the time between restarts (dotted lines)." if gaps else ".")
-                 + f" {unit} are run time times what the run held.", figure)  # fmt: skip
+                 + (", not the time between restarts" if any(len(run.history.lives) > 1 for run in runs) else "")
+                 + (" (dotted lines)." if len(runs) == 1 and len(runs[0].history.lives) > 1 else ".")
+                 + f" {unit[0].upper()}{unit[1:]} are run time times what the run held.", figure)  # fmt: skip
 
 
 def speed(runs: list[RunData]) -> Drawn:
@@ -124,7 +127,7 @@ def speed(runs: list[RunData]) -> Drawn:
     _by_step(runs, rates, waits)
     return Drawn("speed", "Speed of both sides",
                  "Answer tokens per second of wall time between the ends of consecutive steps, and how long steps "
-                 "took. The first step holds the start-up and may lie outside the axis.", figure)  # fmt: skip
+                 "took. The first step of a start holds the start-up and may lie outside the axis.", figure)  # fmt: skip
 
 
 def staleness(runs: list[RunData]) -> Drawn:
@@ -186,10 +189,7 @@ def lengths(runs: list[RunData]) -> Drawn:
     axes.set_ylabel("answer length (tokens)")
     axes.set_ylim(bottom=0)
     cut.set_ylabel("share of trained samples")
-    cut.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
-    cut.set_ylim(bottom=0)
-    if cut.get_ylim()[1] < 0.01:
-        cut.set_ylim(0, 0.01)
+    _share_axis(cut)
     _by_step(runs, axes, cut)
     return Drawn("lengths", "Answer lengths and truncation",
                  "Tokens of the policy in each trained sample, and the share of samples that reached the limit "
@@ -211,9 +211,12 @@ def objective(runs: list[RunData]) -> Drawn:
         gap.plot(run.steps, values, color=colour, lw=1.0, ls=":", label=_label(runs, run, "mean"))
     weights.set_yscale("log")
     gap.set_yscale("log")
+    # Weights lie near 1: written out, not as powers of ten.
+    weights.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))
+    weights.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+    _share_axis(clip)
     weights.set_ylabel("importance weight")
     clip.set_ylabel("share of trained tokens")
-    clip.yaxis.set_major_formatter(PercentFormatter(1.0))
     gap.set_ylabel("|Δ log-prob| (nats)")
     _by_step(runs, weights, clip, gap)
     return Drawn("objective", "Importance weights, clipping, behaviour gap",
@@ -394,7 +397,13 @@ def _neutral(runs: list[RunData], handles: list) -> None:
         handle.set_color(MUTED)
 
 
-def _finite(columns: Iterable[list[float]]) -> list[float]:
+def _share_axis(axes: Axes) -> None:
+    """Shares from 0 on, in percent; where all of them are nearly 0 the axis goes to 1 %."""
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    axes.set_ylim(0, max(0.01, 1.05 * max(_finite(line.get_ydata() for line in axes.lines))))
+
+
+def _finite(columns: Iterable[Iterable[float]]) -> list[float]:
     """All numbers of the columns; at least one."""
     return [value for column in columns for value in column if math.isfinite(value)] or [0.0]
 
