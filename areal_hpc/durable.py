@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -16,6 +17,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 VISIBLE_S = 5.0
 """How long a network filesystem may hide a file whose name was announced by its writer."""
+
+
+REPLACED = ".replaced"
+"""Ending of a folder's name while another one takes its place."""
 
 
 class DiskFullError(OSError):
@@ -91,3 +96,43 @@ def write_durably(path: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise disk_full(error, path, len(data)) or error from None
+
+
+def sync_files(folder: Path) -> None:
+    """Make every file and name below `folder` last."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
+            with open(path, "rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Give a whole folder, whose files are synced, its final name; one that has it is deleted only then.
+
+    A kill between the two renames leaves the earlier one aside: `restore_folder` puts it back.
+    """
+    aside = _aside(final)
+    restore_folder(final)
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def restore_folder(final: Path) -> None:
+    """Undo or finish what a killed `replace_folder` began."""
+    aside = _aside(final)
+    if not aside.exists():
+        return
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        os.rename(aside, final)
+        sync_folder(final.parent)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}{REPLACED}")

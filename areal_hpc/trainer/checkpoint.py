@@ -26,15 +26,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from areal_hpc.config.load import config_digest
 from areal_hpc.config.schema import Config
-from areal_hpc.durable import find_disk_full, sync_folder
+from areal_hpc.durable import find_disk_full
 from areal_hpc.paths import RunPaths
 from areal_hpc.trainer.checkpoint_folder import (
     Manifest,
     describe_file,
     find_checkpoint,
     prune,
+    publish,
     remove_leftovers,
-    write_manifest,
 )
 from areal_hpc.trainer.megatron import MegatronTrainer
 
@@ -154,13 +154,7 @@ class Checkpoints:
         return files
 
     def _publish(self, temporary: Path, final: Path, manifest: Manifest) -> None:
-        write_manifest(temporary, manifest)
-        for name in self._engines:
-            sync_folder(temporary / name)
-        sync_folder(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        temporary.rename(final)
-        sync_folder(final.parent)
+        publish(temporary, final, manifest)
         keep = self._config.checkpoint
         for folder in prune(self._paths, keep.keep_last, keep.keep_every):
             log.info("removed checkpoint %s", folder.name)

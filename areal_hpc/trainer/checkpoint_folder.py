@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.durable import write_durably
+from areal_hpc.durable import REPLACED, replace_folder, restore_folder, sync_folder, write_durably
 from areal_hpc.paths import RunPaths
 from areal_hpc.terminal import echo
 
@@ -56,6 +56,19 @@ def describe_file(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Make a folder with all its files a checkpoint. One of the same step stays until then.
+
+    Step N is saved again when a life ended between its checkpoint and the end of the run, or
+    for its Hugging Face folder: a kill must not cost the good one. Files are synced already.
+    """
+    write_manifest(temporary, manifest)
+    for folder in sorted(path for path in temporary.rglob("*") if path.is_dir()):
+        sync_folder(folder)
+    sync_folder(temporary)
+    replace_folder(temporary, final)
 
 
 def verify(folder: Path) -> Manifest:
@@ -143,6 +156,8 @@ def prune(paths: RunPaths, keep_last: int, keep_every: int) -> list[Path]:
 
 
 def remove_leftovers(paths: RunPaths) -> None:
-    """Delete what an earlier life began to write or to delete."""
+    """Delete what an earlier life began to write or to delete; put back what it was about to replace."""
+    for aside in paths.checkpoints.glob(f".step-*{REPLACED}"):
+        restore_folder(aside.with_name(aside.name.removeprefix(".").removesuffix(REPLACED)))
     for leftover in paths.checkpoints.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -1,6 +1,9 @@
 """Whole checkpoints are found, damaged ones passed over by name, old ones removed by rule."""
 
 import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from areal_hpc.trainer.checkpoint_folder import (
     find_checkpoint,
     list_checkpoints,
     prune,
+    publish,
+    read_manifest,
     remove_leftovers,
     verify,
     write_manifest,
@@ -104,3 +109,57 @@ def test_leftovers_of_a_crash_are_no_checkpoints(paths):
     assert [folder.name for folder in list_checkpoints(paths)] == ["step-00000003"]
     remove_leftovers(paths)
     assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["step-00000003"]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def killed(monkeypatch: pytest.MonkeyPatch, point: int, work: Callable[[], None]) -> bool:
+    """Do `work` up to the change of the disk with number `point`; False if there were not so many."""
+    left = point
+
+    def counted(change):
+        def call(*arguments, **options):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return change(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        try:
+            work()
+        except Killed:
+            return True
+    return False
+
+
+def test_a_kill_while_a_step_is_saved_again_costs_neither_checkpoint(paths, monkeypatch):
+    """After a crash in the last export the last step is saved a second time, over the good one."""
+    other = RunPaths(paths.root / "other")
+    point = 0
+    while True:
+        shutil.rmtree(paths.checkpoints)
+        paths.checkpoints.mkdir()
+        for step in (4, 5):
+            make(paths, step)
+        temporary = paths.checkpoint(5).with_name(".step-00000005.tmp")
+        make(other, 5).rename(temporary)
+        manifest = read_manifest(temporary)
+        (temporary / "manifest.json").unlink()
+        again = killed(monkeypatch, point, lambda: publish(temporary, paths.checkpoint(5), manifest))
+        # So may the next start be, at its every point: the one after it finds the checkpoint.
+        second = 0
+        while killed(monkeypatch, second, lambda: remove_leftovers(paths)):
+            second += 1
+        assert find_checkpoint(paths)[1].train_step == 5, f"killed at {point}, then at {second}"
+        assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["step-00000004", "step-00000005"]
+        if not again:
+            break
+        point += 1
+    assert point > 10
