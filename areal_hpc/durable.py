@@ -16,7 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 VISIBLE_S = 5.0
-"""How long a network filesystem may hide a file whose name was announced by its writer."""
+"""How long a filesystem may at least hide a file whose name was announced by its writer."""
 
 
 REPLACED = ".replaced"

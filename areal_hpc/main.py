@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         config = read_config(paths.config)
         world = _join(config)
         visible_s = _check_shared(world, paths)
+        paths = paths.seen_after(visible_s)
         paths.create()
         label = f"{world.role}[{world.role_rank}]"
         setup_logging(paths.log(world.role, world.role_rank), label=label, verbose=config.run.verbose)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from areal_hpc.durable import VISIBLE_S
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Paths below one run folder `root`."""
+    """Paths below one run folder `root`.
+
+    visible_s: how long readers wait for a file whose name was announced; a run measures it
+    at its start.
+    """
 
     root: Path
+    visible_s: float = VISIBLE_S
 
     @property
     def config(self) -> Path:
@@ -123,6 +130,11 @@ class RunPaths:
     def weight_files(self) -> Path:
         """Scratch of the `file` weight backend."""
         return self.root / "weights"
+
+    def seen_after(self, seconds: float) -> RunPaths:
+        """The same folder, in which other nodes saw new files `seconds` after they were written."""
+        # Twice the delay: it is one sample of many.
+        return replace(self, visible_s=max(self.visible_s, 2 * seconds))
 
     def create(self) -> None:
         """Make the folder tree, private to the user."""

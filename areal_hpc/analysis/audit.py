@@ -168,6 +168,7 @@ class _Auditor:
             self._problem(f"group {group} was admitted at version {record['version']}, {self._live} was served")
 
     def _take_committed(self, record: dict[str, Any]) -> None:
+        self._quarantined.discard(record["path"])  # it was missing and has appeared
         for listed in record["groups"]:
             group = listed["group"]
             if group not in self._admitted:

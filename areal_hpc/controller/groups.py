@@ -16,7 +16,7 @@ from areal_hpc.controller.batcher import Batcher, ReadyGroup, split_groups
 from areal_hpc.controller.leases import UnderWay
 from areal_hpc.controller.ledger import Ledger
 from areal_hpc.controller.progress import Progress
-from areal_hpc.controller.recovery import committed_record
+from areal_hpc.controller.recovery import OTHER_DIGEST, committed_record
 from areal_hpc.controller.selection import keep_group
 from areal_hpc.messages import BatchRefused, ShardReady, UnfinishedSaved
 from areal_hpc.paths import RunPaths
@@ -122,23 +122,46 @@ class Groups:
                 )
 
     def take_back(self, groups: list[ReadyGroup], message: BatchRefused, version: int) -> None:
-        """A batch was not trained because shards were damaged after they were announced.
+        """A batch was not trained because a trainer could not read shards that were announced.
 
-        Their groups are asked again while `version` serves, the others are ready again.
+        Each is read here once more. The groups of those that are damaged or missing are asked
+        again while `version` serves; what the trainer's node could not see or read for a moment
+        is ready again, like the groups of the other shards.
         """
         from areal_hpc.spool.shard import quarantine
 
-        for path, reason in message.damaged.items():
+        lost: set[str] = set()
+        for path, seen in message.damaged.items():
             groups += self.batcher.remove_shard(path)
-            lost = sorted(group.group_id for group in groups if group.path == path)
-            self._ledger.add("damaged", path=path, groups=lost, reason=reason)
+            reason = self._find_damage(path, [group for group in groups if group.path == path])
+            if reason is None:
+                self._progress.event(f"shard {path} is whole, though a trainer could not read it ({seen})")
+                continue
+            lost.add(path)
+            # Before the record: a kill in between finds the shard missing, never taken for whole.
             if self._paths.resolve_inside(path).exists():
                 quarantine(self._paths.resolve_inside(path), self._paths.quarantine, reason)
-            self._progress.event(f"shard {path} cannot be read ({reason}); its {len(lost)} groups are asked again")
+            ids = sorted(group.group_id for group in groups if group.path == path)
+            self._ledger.add("damaged", path=path, groups=ids, reason=reason)
+            self._progress.event(f"shard {path} cannot be read ({reason}); its {len(ids)} groups are asked again")
         self._ledger.add("unconsumed", train_step=message.train_step)
         for group in groups:
-            if group.path in message.damaged:
+            if group.path in lost:
                 entry = self._admission.cursor.at(group.group_id)
                 self._leases.admit(group.group_id, entry.epoch, entry.prompt, version)
             else:
                 self.batcher.add(group)
+
+    def _find_damage(self, path: str, groups: list[ReadyGroup]) -> str | None:
+        """What is wrong with a shard; None if it holds what was announced of these groups."""
+        from areal_hpc.spool.shard import ShardError, read_index
+
+        try:
+            rows = read_index(self._paths.resolve_inside(path), run_id=self._config.run.name).rows
+        except ShardError as error:
+            return str(error)
+        except FileNotFoundError:
+            return "it is missing"
+        if all(row.row < len(rows) and rows[row.row] == row for group in groups for row in group.rows):
+            return None
+        return OTHER_DIGEST

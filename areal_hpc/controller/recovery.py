@@ -13,6 +13,7 @@ Called by `startup` before the first lease; `replay_ledger` also by the audit.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,6 @@ import msgspec
 
 from areal_hpc.controller.batcher import ReadyGroup, split_groups
 from areal_hpc.controller.ledger import Ledger
-from areal_hpc.durable import VISIBLE_S
 from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
 
@@ -32,6 +32,8 @@ OTHER_DATA = "the prompts changed"
 TOO_OLD = "too old"
 """Reason of a discard that going back to an earlier checkpoint undoes."""
 
+OTHER_DIGEST = "its digest is not the one that was announced"
+
 
 @dataclass
 class Recovered:
@@ -41,8 +43,9 @@ class Recovered:
     belong to earlier ones. settings: of the last attempt. counters: what all attempts before
     the last one had counted. ready: groups that the surviving history has not
     consumed. in_flight: ids of groups that were admitted and have no result, to be asked
-    again. consumed: group id -> training step. digests: of every shard in the journal.
-    num_returned: groups consumed after the checkpoint, available again. evaluated: steps.
+    again. consumed: group id -> training step. digests: of every shard in the journal; gone: those
+    that were found damaged or missing. num_returned: groups consumed after the checkpoint, available
+    again. evaluated: steps.
     """
 
     attempt: int = 0
@@ -57,6 +60,7 @@ class Recovered:
     in_flight: list[int] = field(default_factory=list)
     consumed: dict[int, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
     num_returned: int = 0
     evaluated: set[int] = field(default_factory=set)
     num_dropped: int = 0
@@ -96,6 +100,7 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
                 state.position = max(state.position, record["group"] + 1)
             case "committed":
                 state.digests[record["path"]] = record["digest"]
+                state.gone.discard(record["path"])
                 committed |= {group["group"]: (record["path"], group) for group in record["groups"]}
             case "unfinished":
                 state.unfinished |= {group["group"]: _ready(record["path"], group) for group in record["groups"]}
@@ -108,6 +113,7 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
                 else:
                     refused.update(record["groups"])
             case "damaged":
+                state.gone.add(record["path"])
                 for group in record["groups"]:
                     committed.pop(group, None)
                     state.consumed.pop(group, None)
@@ -185,12 +191,15 @@ def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str
     for group in state.ready.values():
         by_path.setdefault(group.path, []).append(group.group_id)
     num_lost = 0
+    # One wait for all: these names were announced in an earlier life.
+    end = time.monotonic() + paths.visible_s
     for relative, groups in by_path.items():
         path = paths.resolve_inside(relative)
         try:
-            if read_index(path, run_id=run_id, wait_s=VISIBLE_S).digest == state.digests[relative]:
+            wait_s = end - time.monotonic()
+            if read_index(path, run_id=run_id, wait_s=wait_s).digest == state.digests[relative]:
                 continue
-            reason = "its digest is not the one that was announced"
+            reason = OTHER_DIGEST
             quarantine(path, paths.quarantine, reason)
         except ShardError as error:
             reason = str(error)
@@ -199,6 +208,7 @@ def verify_shards(state: Recovered, ledger: Ledger, paths: RunPaths, run_id: str
             reason = "it is missing"
             log.warning("shard %s is missing; its %d groups are asked again", path, len(groups))
         ledger.add("damaged", path=relative, groups=groups, reason=reason)
+        state.gone.add(relative)
         num_lost += len(groups)
         for group_id in groups:
             del state.ready[group_id]
@@ -212,6 +222,7 @@ def adopt_orphans(
 ) -> int:
     """Take in shards that were committed but never journalled: the run was killed in between.
 
+    Also those that were missing when they were needed and have appeared since.
     Returns the number of groups that need not be asked again. Whatever is damaged goes to
     quarantine.
     """
@@ -221,10 +232,13 @@ def adopt_orphans(
     num_adopted = 0
     for path in sorted(paths.spool.glob(f"rollout-*/*{SUFFIX}")):
         relative = paths.relative(path)
-        if relative in state.digests:
+        announced = state.digests.get(relative)
+        if announced and relative not in state.gone:
             continue
         try:
             info = read_index(path, run_id=run_id)
+            if announced and info.digest != announced:
+                raise ShardError(OTHER_DIGEST)
         except ShardError as error:
             quarantine(path, paths.quarantine, str(error))
             continue
@@ -237,6 +251,7 @@ def adopt_orphans(
             continue
         ledger.add("committed", **committed_record(relative, info.digest, groups))
         state.digests[relative] = info.digest
+        state.gone.discard(relative)
         state.ready |= {group.group_id: group for group in groups}
         wanted -= {group.group_id for group in groups}
         num_adopted += len(groups)

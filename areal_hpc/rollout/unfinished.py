@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_hpc.durable import VISIBLE_S
 from areal_hpc.paths import RunPaths
 from areal_hpc.rollout.generation import Generation
 from areal_hpc.spool.shard import ShardError, read_rows
@@ -64,7 +63,7 @@ def read_turns(paths: RunPaths, run_name: str, lease: Lease) -> Turns:
     try:
         rows = read_rows(
             paths.resolve_inside(lease.begun.path), lease.begun.rows, run_id=unfinished_run_id(run_name),
-            verify=True, wait_s=VISIBLE_S,
+            verify=True, wait_s=paths.visible_s,
         )  # fmt: skip
     except (ShardError, OSError) as error:
         logger.warning("group %d is answered anew, what was left of it is lost: %s", lease.group_id, error)

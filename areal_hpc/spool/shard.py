@@ -9,12 +9,13 @@ from the trajectories' own arrays to their places in it without a copy.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ SUFFIX = ".h5"
 METADATA_BYTES = 16 * 1024
 """Twice what HDF5's own structures take in a shard, the labels aside."""
 TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in TOKEN_ARRAYS.values())
+PASSING = (errno.EIO, errno.ESTALE)
+"""Answers of a filesystem that may be others a moment later."""
+AGAIN_S = 0.1
 MAX_READS = 32
 """More pieces than this are read as one span: each costs a call per array."""
 MAX_GATHER = 512
@@ -101,6 +105,23 @@ class ShardWriter:
         return ShardInfo(path, head.digest(), head.rows(), num_bytes)
 
 
+def _again(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Read once more what the system failed to read: on a network filesystem that may pass."""
+
+    @functools.wraps(read)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return read(*arguments, **options)
+        except ShardError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+        time.sleep(AGAIN_S)
+        return read(*arguments, **options)
+
+    return call
+
+
+@_again
 def read_rows(
     path: str | Path,
     rows: Sequence[int] | None = None,
@@ -127,6 +148,7 @@ def read_rows(
         return make_trajectories(head, arrays, chosen, [starts[row] for row in chosen])
 
 
+@_again
 def read_index(
     path: str | Path, *, run_id: str | None = None, verify: bool = True, wait_s: float = 0.0
 ) -> ShardInfo:
@@ -142,6 +164,7 @@ def read_index(
         return ShardInfo(Path(path), _text(file, "digest"), head.rows(), os.path.getsize(path))
 
 
+@_again
 def read_head(path: str | Path) -> tuple[ShardHead, str]:
     """Everything of a shard but its tokens, and the digest, which holds for what is returned.
 
@@ -289,6 +312,10 @@ def _opened(path: Path, wait_s: float, *, whole: bool = True) -> Iterator[h5f.Fi
             if time.monotonic() >= end:
                 raise
             time.sleep(0.05)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            raise ShardError(f"shard {path} cannot be opened: {error}") from error
     try:
         # HDF5's first look at its own structures, here and there in the file, shall not wait for each.
         if whole:

@@ -6,12 +6,12 @@ Called by `step` on every trainer rank. What cannot be read goes back to the con
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 
-from areal_hpc.durable import VISIBLE_S
 from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import ShardError, read_rows
 from areal_hpc.types import BatchManifest, Trajectory
@@ -36,13 +36,16 @@ def read_batch(manifest: BatchManifest, paths: RunPaths, run_id: str) -> list[Tr
         by_shard[row.shard].append(place)
     found: dict[int, Trajectory] = {}
     damaged: dict[str, str] = {}
+    # One wait for the whole batch: its names were all announced before.
+    end = time.monotonic() + paths.visible_s
     for shard, places in by_shard.items():
         path = manifest.shards[shard]
         rows = [manifest.rows[place] for place in places]
         try:
             trajectories = read_rows(
-                paths.resolve_inside(path), [row.row for row in rows], run_id=run_id, verify=True, wait_s=VISIBLE_S
-            )
+                paths.resolve_inside(path), [row.row for row in rows], run_id=run_id, verify=True,
+                wait_s=end - time.monotonic(),
+            )  # fmt: skip
         except ShardError as error:
             damaged[path] = str(error)
             continue

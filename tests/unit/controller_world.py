@@ -96,6 +96,9 @@ class Faults:
     duplicate: float = 0.0
     publish: float = 0.0
     unread: float = 0.0
+    """A shard of the batch is damaged on disk."""
+    hidden: float = 0.0
+    """A shard of the batch is whole, but the trainer's node cannot see it."""
     silent: float = 0.0
     straggler: float = 0.0
     crash_at: int = -1
@@ -166,6 +169,7 @@ class FakeWorld:
             rank: ShardWriter(paths.rollout_spool(rank - self.rollout_ranks[0]), config.run.name, rank)
             for rank in self.rollout_ranks
         }
+        self._damaged: dict[Path, bytes] = {}
         self._later: deque[tuple[int, int, Message]] = deque()
         self._tell(1, TrainerReady(self.train_step, self.version))
         for index, rank in enumerate(self.rollout_ranks):
@@ -206,6 +210,10 @@ class FakeWorld:
     def turn(self) -> None:
         self.turns += 1
         if self.turns == self.faults.crash_at:
+            for path, data in self._damaged.items():
+                if path.exists():
+                    # Nobody knows of it yet: it was no damage that lasts, or the audit would find it.
+                    path.write_bytes(data)
             raise Crash
         if self.turns == self.faults.stop_at:
             self.stop.request("walltime (test)", requeue=True)
@@ -381,7 +389,14 @@ class FakeWorld:
         assert sorted(row for share in manifest.dp_rows for row in share) == list(range(len(manifest.rows)))
         if self.random.random() < self.faults.unread:
             shard = self.random.choice(manifest.shards)
+            path = self.paths.resolve_inside(shard)
+            self._damaged[path] = path.read_bytes()
+            path.write_bytes(bytes(path.stat().st_size))
             self._answer_later(1, BatchRefused(manifest.train_step, {shard: "zero-filled"}))
+            return
+        if self.faults.hidden and self.random.random() < self.faults.hidden:
+            shard = self.random.choice(manifest.shards)
+            self._answer_later(1, BatchRefused(manifest.train_step, {shard: "it is missing"}))
             return
         samples, min_versions = [], []
         for row in manifest.rows:

@@ -231,7 +231,7 @@ def test_damaged_groups_are_asked_again_and_a_refused_batch_was_not_trained():
 @pytest.fixture
 def spooled(tmp_path):
     """Three announced shards of two groups each, and a journal that says so."""
-    paths = RunPaths(tmp_path)
+    paths = RunPaths(tmp_path, visible_s=0.2)
     paths.create()
     writer = ShardWriter(paths.rollout_spool(0), RUN, 0)
     trajectories = make_groups(6, 4)
@@ -286,6 +286,31 @@ def test_a_damaged_shard_is_quarantined_and_its_groups_are_asked_again(spooled, 
     ledger.sync()
     again = recovered(paths)
     assert sorted(again.ready) == [0, 1, 4, 5] and again.in_flight == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("when", ["in the same start", "at a later start", "as another"])
+def test_a_missing_shard_that_appears_after_all_is_taken_in(spooled, when, caplog):
+    paths, ledger, shards = spooled
+    path = shards[1].path
+    data = path.read_bytes()
+    path.unlink()
+    state = recovered(paths)
+    assert verify_shards(state, ledger, paths, RUN) == 2
+    if when != "in the same start":
+        assert adopt_orphans(state, ledger, paths, RUN, group_size=4, num_prompts=30) == 0
+        ledger.sync()
+        state = recovered(paths)
+        assert verify_shards(state, ledger, paths, RUN) == 0
+    path.write_bytes(shards[0].path.read_bytes() if when == "as another" else data)
+    found = adopt_orphans(state, ledger, paths, RUN, group_size=4, num_prompts=30)
+    if when == "as another":
+        assert found == 0 and state.in_flight == [2, 3, 6, 7] and "not the one that was announced" in caplog.text
+        return
+    assert found == 2 and state.in_flight == [6, 7] and state.ready[3].path == paths.relative(path)
+    ledger.sync()
+    again = recovered(paths)
+    assert sorted(again.ready) == [0, 1, 2, 3, 4, 5] and verify_shards(again, ledger, paths, RUN) == 0
+    assert adopt_orphans(again, ledger, paths, RUN, group_size=4, num_prompts=30) == 0
 
 
 def test_shards_that_were_never_announced_are_taken_in(spooled, caplog):

@@ -228,7 +228,8 @@ PROBABILITY = st.sampled_from([0.0, 0.0, 0.1, 0.3])
 LIVES = st.lists(
     st.builds(
         Faults,
-        fail=PROBABILITY, duplicate=PROBABILITY, unread=st.sampled_from([0.0, 0.0, 0.2]), publish=PROBABILITY,
+        fail=PROBABILITY, duplicate=PROBABILITY, publish=PROBABILITY,
+        unread=st.sampled_from([0.0, 0.0, 0.2]), hidden=st.sampled_from([0.0, 0.0, 0.2]),
         restart=st.sampled_from([0.0, 0.02]), straggler=st.sampled_from([0.0, 0.1]),
         crash_at=st.integers(5, 120), stop_at=st.sampled_from([-1, -1, 20, 60]),
     ),
@@ -259,7 +260,7 @@ def test_runs_with_crashes_stops_and_torn_journals_end_as_one_run_would(quick, s
         }  # fmt: skip
         for life, faults in enumerate([*lives, Faults()]):
             config = make_config(root, **options)
-            world = FakeWorld(config, RunPaths(root / "run"), disk, seed + life, faults)
+            world = FakeWorld(config, RunPaths(root / "run", visible_s=0.1), disk, seed + life, faults)
             try:
                 world.run()
             except Crash:

@@ -171,6 +171,19 @@ def test_a_shard_that_the_trainers_cannot_read_is_asked_again(go, printed):
         go(Faults(unread=1.0), seed=2, rollout__max_attempts=2, run__total_steps=9)
 
 
+def test_a_shard_that_only_the_trainers_cannot_see_is_neither_moved_nor_asked_again(go, printed):
+    world = go(Faults(hidden=0.3), seed=2, rollout__max_attempts=20)
+    assert len(set(samples(world))) == 48
+    journal = list(read_ledger(world.paths.ledger))
+    refused = [record for record in journal if record["k"] == "unconsumed"]
+    assert refused and not [record for record in journal if record["k"] == "damaged"]
+    assert not world.paths.quarantine.exists()
+    assert any("is whole, though a trainer could not read it (it is missing)" in line for line in printed)
+    assert audit(world.paths).problems == []
+    with pytest.raises(RuntimeError, match="could not read 3 batches in a row.*it is missing"):
+        go(Faults(hidden=1.0), seed=2, rollout__max_attempts=2, run__total_steps=9)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("turn", [3, 25, 60])
 def test_a_stop_drains_saves_and_the_next_attempt_ends_where_one_run_would(go, mode, turn):

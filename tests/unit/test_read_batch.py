@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from areal_hpc.controller.batcher import ReadyGroup, make_manifest, split_groups
 from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import ShardWriter
-from areal_hpc.trainer import reading
 from areal_hpc.trainer.reading import BatchDamaged, read_batch
 from test_spool import RUN, assert_same, damage, make_groups
 
 
 @pytest.fixture
-def batch(tmp_path, monkeypatch):
+def batch(tmp_path):
     """Three shards of two groups, and the manifest of all of them."""
-    monkeypatch.setattr(reading, "VISIBLE_S", 0.2)
-    paths = RunPaths(tmp_path)
+    paths = RunPaths(tmp_path, visible_s=0.2)
     paths.create()
     writer = ShardWriter(paths.rollout_spool(0), RUN, 0)
     trajectories = make_groups(6, 4)
@@ -55,17 +55,20 @@ def test_every_damaged_shard_is_named_and_no_other(batch, how):
     else:
         damage(path, how)
     infos[2].path.unlink()
+    begin = time.monotonic()
     with pytest.raises(BatchDamaged) as caught:
         read_batch(manifest, paths, RUN)
+    assert time.monotonic() > begin + paths.visible_s
     assert set(caught.value.damaged) == {paths.relative(path), paths.relative(infos[2].path)}
     assert caught.value.damaged[paths.relative(infos[2].path)] == "it is missing"
 
 
-def test_a_name_that_a_lagging_folder_hides_for_a_moment_is_waited_for(batch, monkeypatch):
+def test_a_name_is_waited_for_as_long_as_the_folder_was_seen_to_lag(batch):
     import threading
 
     paths, infos, trajectories, manifest = batch
-    monkeypatch.setattr(reading, "VISIBLE_S", 10.0)
+    paths = paths.seen_after(5.0)
+    assert paths.visible_s == 10.0 and paths.seen_after(0.1).visible_s == 10.0
     hidden = infos[1].path.with_name("hidden")
     infos[1].path.rename(hidden)
     timer = threading.Timer(0.3, hidden.rename, [infos[1].path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
+from areal_hpc.spool import shard
 from areal_hpc.spool.schema import ShardError
 from areal_hpc.spool.shard import ShardWriter, quarantine, read_index, read_rows
 from areal_hpc.types import PROMPT_VERSION, Trajectory
@@ -254,6 +256,31 @@ def test_missing_file_and_late_name(written, tmp_path):
     late = subprocess.Popen(["sh", "-c", 'sleep 0.3; mv "$0" "$1"', str(hidden), str(info.path)])
     assert len(read_rows(info.path, wait_s=10.0)) == len(trajectories)
     late.wait()
+
+
+@pytest.mark.parametrize("where", ["open", "HDF5"])
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_an_error_of_the_filesystem_that_passes_is_no_damage(written, monkeypatch, where, num_failures):
+    trajectories, info = written
+    left = num_failures
+    module, error = {"open": (shard.os, OSError(errno.ESTALE, "Stale file handle")),
+                     "HDF5": (shard.h5f, OSError("file read failed: errno = 5, Input/output error"))}[where]  # fmt: skip
+    real = module.open
+
+    def failing(path, *arguments):
+        nonlocal left
+        if left and str(info.path) in (str(path), os.fsdecode(path)):
+            left -= 1
+            raise error
+        return real(path, *arguments)
+
+    monkeypatch.setattr(module, "open", failing)
+    if num_failures == 1:
+        assert len(read_rows(info.path, verify=True)) == len(trajectories)
+    else:
+        with pytest.raises(ShardError, match=f"{info.path.name}.*(Stale|Input/output)"):
+            read_index(info.path)
+    assert left == 0
 
 
 def test_quarantine_moves_and_warns_once(written, tmp_path, caplog):
