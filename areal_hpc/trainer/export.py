@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
-from areal_hpc.durable import sync_folder
+from areal_hpc.durable import find_disk_full, replace_folder, restore_folder, sync_files
 from areal_hpc.paths import RunPaths
 from areal_hpc.trainer.checkpoint_folder import find_checkpoint
 
@@ -35,24 +35,35 @@ def export_hf(engine: MegatronTrainer, folder: Path, tokenizer: Path | None = No
     """Write the engine's weights as `folder`, with everything else copied from its model's folder.
 
     `tokenizer`: where tokenizer files come from, if not from there. The folder appears
-    under its name when it is whole; one that is there is replaced.
+    under its name when it is whole and on disk; one that is there stays until then. Raises
+    DiskFullError, leaving nothing beside it, when there is no space.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    lead = engine.place.rank == 0
-    if lead:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(mode=0o700, parents=True)
-    writer = _Writer(temporary) if lead else None
-    for name, tensor in engine.named_hf_tensors():
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.close()
-        _copy_rest(engine, tokenizer or engine.model_path, temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        sync_folder(folder.parent)
+    if engine.place.rank == 0:
+        _write(engine, folder, tokenizer or engine.model_path)
+    else:
+        for _ in engine.named_hf_tensors():  # a collective
+            pass
     dist.barrier()
+
+
+def _write(engine: MegatronTrainer, folder: Path, tokenizer: Path) -> None:
+    """The lead's part: files in a temporary folder, which takes the place of `folder`."""
+    restore_folder(folder)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    writer = _Writer(temporary)
+    try:
+        temporary.mkdir(mode=0o700, parents=True)
+        for name, tensor in engine.named_hf_tensors():
+            writer.add(name, tensor)
+        writer.close()
+        _copy_rest(engine, tokenizer, temporary)
+        sync_files(temporary)
+        replace_folder(temporary, folder)
+    except Exception as error:
+        full = find_disk_full(error, temporary, writer.num_bytes)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise full or error from None
 
 
 def export_run(paths: RunPaths, train_step: int | None = None, output: Path | None = None) -> Path:
@@ -93,7 +104,7 @@ class _Writer:
         self._folder = folder
         self._pending: dict[str, torch.Tensor] = {}
         self._files: list[list[str]] = []
-        self._pending_bytes = self._total_bytes = 0
+        self._pending_bytes = self.num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.itemsize
@@ -102,7 +113,7 @@ class _Writer:
         # A copy: the tensor may be a view of a parameter or of a buffer used again.
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += size
-        self._total_bytes += size
+        self.num_bytes += size
 
     def close(self) -> None:
         self._flush()
@@ -114,7 +125,7 @@ class _Writer:
             os.rename(self._folder / f"part-{number}", self._folder / name)
         if total > 1:
             index = {
-                "metadata": {"total_size": self._total_bytes},
+                "metadata": {"total_size": self.num_bytes},
                 "weight_map": {tensor: name for name, members in zip(names, self._files) for tensor in members},
             }
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
@@ -122,8 +133,6 @@ class _Writer:
     def _flush(self) -> None:
         path = self._folder / f"part-{len(self._files)}"
         save_file(self._pending, path, metadata={"format": "pt"})
-        with open(path, "rb") as stream:
-            os.fsync(stream.fileno())
         self._files.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

@@ -1,9 +1,7 @@
 """Whole checkpoints are found, damaged ones passed over by name, old ones removed by rule."""
 
 import logging
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from areal_hpc.trainer.checkpoint_folder import (
     verify,
     write_manifest,
 )
+from kills import killed
 
 
 @pytest.fixture
@@ -109,34 +108,6 @@ def test_leftovers_of_a_crash_are_no_checkpoints(paths):
     assert [folder.name for folder in list_checkpoints(paths)] == ["step-00000003"]
     remove_leftovers(paths)
     assert sorted(path.name for path in paths.checkpoints.iterdir()) == ["step-00000003"]
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
-
-
-def killed(monkeypatch: pytest.MonkeyPatch, point: int, work: Callable[[], None]) -> bool:
-    """Do `work` up to the change of the disk with number `point`; False if there were not so many."""
-    left = point
-
-    def counted(change):
-        def call(*arguments, **options):
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            return change(*arguments, **options)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in ("rename", "replace", "unlink", "rmdir", "fsync"):
-            patch.setattr(os, name, counted(getattr(os, name)))
-        try:
-            work()
-        except Killed:
-            return True
-    return False
 
 
 def test_a_kill_while_a_step_is_saved_again_costs_neither_checkpoint(paths, monkeypatch):
