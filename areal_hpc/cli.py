@@ -26,12 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     own_parser = OWN_PARSERS.get(argv[0]) if argv else None
     from areal_hpc.config.errors import ConfigError
+    from areal_hpc.durable import DiskFullError
 
     try:
         return own_parser(argv[1:]) if own_parser else _dispatch(argv)
     except ConfigError as error:
         print(f"areal-hpc: {error}", file=sys.stderr)
         return 2
+    except DiskFullError as error:
+        print(f"areal-hpc: {error.strerror}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # The reader (head, less) closed the pipe: nothing is wrong.
         sys.stderr.close()

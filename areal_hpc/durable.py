@@ -55,13 +55,9 @@ def disk_full(error: OSError, path: Path, num_bytes: int) -> DiskFullError | Non
 
 def find_disk_full(error: BaseException, path: Path, num_bytes: int) -> DiskFullError | None:
     """As `disk_full`, for an error of a library, which may have wrapped or swallowed the system's answer."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, DiskFullError):
-            return cause
-        if isinstance(cause, OSError) and cause.errno in FULL:
-            return disk_full(cause, path, num_bytes)
-        cause = cause.__cause__ or cause.__context__
+    found = _answer_of_full_disk(error)
+    if found is not None:
+        return found if isinstance(found, DiskFullError) else disk_full(found, path, num_bytes)
     try:
         free = os.statvfs(path.parent)
     except OSError:
@@ -69,6 +65,27 @@ def find_disk_full(error: BaseException, path: Path, num_bytes: int) -> DiskFull
     if free.f_bavail * free.f_frsize < num_bytes:
         return disk_full(OSError(errno.ENOSPC, ""), path, num_bytes)
     return None
+
+
+def full_disk_of(error: BaseException) -> str:
+    """What an error or its causes say of a full disk: path and bytes where they are known; "" if nothing."""
+    found = _answer_of_full_disk(error)
+    if found is None:
+        return ""
+    return found.strerror if isinstance(found, DiskFullError) else f"disk full: {found}"
+
+
+def _answer_of_full_disk(error: BaseException) -> OSError | None:
+    """The first DiskFullError, or the system's own answer, among an error and its causes."""
+    answer: OSError | None = None
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DiskFullError):
+            return cause
+        if answer is None and isinstance(cause, OSError) and cause.errno in FULL:
+            answer = cause
+        cause = cause.__cause__ or cause.__context__
+    return answer
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
-from areal_hpc.durable import write_durably
+from areal_hpc.durable import full_disk_of
 from areal_hpc.heartbeat import introduce, start_heartbeat
 from areal_hpc.mpi.clock import compare_clocks
 from areal_hpc.mpi.pulse import Pulse
-from areal_hpc.paths import RunPaths
+from areal_hpc.paths import REFUSAL_BYTES, RunPaths
 from areal_hpc.stop import FLAG, ignore_signals, install_handlers
 from areal_hpc.telemetry import Telemetry, setup_logging
 from areal_hpc.terminal import echo, keep_terminal
@@ -146,19 +146,7 @@ def _finish() -> None:
 
 
 def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    summary = " ".join(str(error).split()) or "no message"
-    if world is None:
-        where, log = f"a rank of pid {os.getpid()}", "the launcher's output"
-    else:
-        where = f"{world.role} {world.role_rank} on {world.host}"
-        log = paths.log(world.role, world.role_rank)
-    echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:500]} (log: {log})")
-    code = 1
-    if isinstance(error, ConfigError):
-        code = 2
-        _refuse(paths, f"{where}: {summary[:500]}")
+    code = _tell(error, world, paths)
     # Another thread may be inside MPI: an abort that hangs there must not keep the world alive.
     faulthandler.dump_traceback_later(ABORT_DEADLINE_S, exit=True)
     try:
@@ -171,14 +159,42 @@ def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
         os._exit(code)
 
 
+def _tell(error: BaseException, world: World | None, paths: RunPaths) -> int:
+    """Say what ended this rank: to its log, the terminal and the supervisor; the exit code."""
+    try:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+    except OSError:  # the log may lie on the very disk that is full
+        pass
+    summary = " ".join(str(error).split()) or "no message"
+    if world is None:
+        where, log = f"a rank of pid {os.getpid()}", "the launcher's output"
+    else:
+        where = f"{world.role} {world.role_rank} on {world.host}"
+        log = paths.log(world.role, world.role_rank)
+    echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:500]} (log: {log})")
+    if isinstance(error, ConfigError):
+        _refuse(paths, f"{where}: {summary[:500]}")
+        return 2
+    if full := full_disk_of(error):
+        _refuse(paths, f"{where}: {full[:1000]}; make space, then start it again with run.on_existing=resume")
+    return 1
+
+
 def _refuse(paths: RunPaths, text: str) -> None:
     """Tell the job's supervisor that starting again cannot help."""
     if not paths.slurm.is_dir():
         return
     try:
-        write_durably(paths.refusal, text.encode())
-    except OSError:
-        traceback.print_exc()
+        # In place: the supervisor keeps this space for a disk that is full.
+        descriptor = os.open(paths.refusal, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(descriptor, text.encode()[:REFUSAL_BYTES].ljust(REFUSAL_BYTES), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        echo(f"areal-hpc: the supervisor could not be told: {error}")
 
 
 def kill_children() -> None:

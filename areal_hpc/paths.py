@@ -9,6 +9,8 @@ from pathlib import Path
 
 from areal_hpc.durable import VISIBLE_S
 
+REFUSAL_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -61,7 +63,10 @@ class RunPaths:
 
     @property
     def refusal(self) -> Path:
-        """Why a rank refused to start, where starting again cannot help."""
+        """Why a rank refused to start or ended, where starting again cannot help; blank if none did.
+
+        REFUSAL_BYTES long, kept by the supervisor: it is written in place when the disk is full.
+        """
         return self.slurm / "refused.txt"
 
     @property

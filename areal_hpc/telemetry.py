@@ -121,10 +121,23 @@ def _plain(value: object) -> object:
 
 
 def append_jsonl(path: Path, record: dict[str, object]) -> None:
-    """Append one JSON object as a line, private to the user."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record, separators=(",", ":")) + "\n")
+    """Append one JSON object as a line, private to the user; the file has one writer.
+
+    Raises DiskFullError, leaving no part of the line, when there is no space.
+    """
+    data = (json.dumps(record, separators=(",", ":")) + "\n").encode()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        before = os.fstat(descriptor).st_size
+        try:
+            write_all(descriptor, data)
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise disk_full(error, path, len(data)) or error from None
 
 
 def replace_json(path: Path, record: dict[str, object]) -> None:

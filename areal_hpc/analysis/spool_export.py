@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +55,7 @@ def export_spool(
 ) -> int:
     """Write what is kept; returns 1 if a shard could not be read (all others are written), else 0."""
     num_rows = num_shards = 0
-    with _target(output) as path, _SINKS[form](path, with_tokens, decode is not None) as sink:
+    with _target(output) as target, _SINKS[form](target.path, with_tokens, decode is not None) as sink:
         for selected in spool.walk(kept):
             try:
                 # Tokens are read whenever something of them is written, and verified then.
@@ -66,6 +67,7 @@ def export_spool(
             except (ShardError, OSError) as error:
                 spool.damaged[selected.name] = str(error)
                 continue
+            target.next_bytes = _about_bytes(selected, with_tokens)
             sink.write(selected, trajectories, _texts(trajectories, decode))
             num_rows += len(selected.rows)
             num_shards += 1
@@ -73,25 +75,42 @@ def export_spool(
     return report_damage(spool)
 
 
+@dataclass
+class _Target:
+    """`path` to write to ("-": the pipe); `next_bytes`: about the size of what is being written to it."""
+
+    path: str
+    next_bytes: int = 1
+
+
 @contextmanager
-def _target(output: str) -> Iterator[str]:
-    """Where to write: the pipe, or a file that gets its name at the end. Raises ConfigError."""
+def _target(output: str) -> Iterator[_Target]:
+    """Where to write: the pipe, or a file that gets its name at the end. Raises ConfigError, DiskFullError."""
     if output == "-":
-        yield output
+        yield _Target(output)
         return
     path = Path(output)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--output={output} must be a file in a folder that exists")
+    target = _Target(str(temporary))
     try:
-        yield str(temporary)
+        yield target
         os.replace(temporary, path)
     except OSError as error:
-        if full := disk_full(error, path, 1):
+        if full := disk_full(error, path, target.next_bytes):
             raise full from None
         raise ConfigError(f"--output={output} cannot be written: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _about_bytes(selected: Selected, with_tokens: bool) -> int:
+    """Size of a shard's rows in the spool; what they take in the file is of that order."""
+    table = selected.table
+    row_bytes = sum(table.dtype[name].itemsize for name in TABLE_COLUMNS)
+    token_bytes = sum(np.dtype(kind).itemsize for kind in TOKEN_ARRAYS.values()) if with_tokens else 0
+    return len(table) * row_bytes + int(table["num_tokens"].sum()) * token_bytes
 
 
 def _texts(trajectories: list[Trajectory], decode: Decode | None) -> list[tuple[str, str]]:

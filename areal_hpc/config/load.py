@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import os
 import typing
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_hpc.config.algorithm import check_algorithm
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import Config, Mode
+from areal_hpc.durable import write_durably
 
 T = typing.TypeVar("T")
 ENGINE_OPTIONS_IN_DETERMINISTIC_RUNS = ("enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens")
@@ -72,12 +72,8 @@ def merge_config(schema: type[T], path: str | Path, overrides: list[str] | tuple
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration as YAML, private to the user."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    os.replace(temporary, path)
+    """Write the resolved configuration as YAML, private to the user. Raises DiskFullError."""
+    write_durably(path, OmegaConf.to_yaml(OmegaConf.structured(config)).encode())
 
 
 def config_digest(config: Config) -> str:

@@ -25,20 +25,33 @@ class Board(Protocol):
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's own format, without torch or tensorflow."""
+    """Scalars in TensorBoard's own format, without torch or tensorflow.
+
+    Everything shown is in metrics.jsonl too: trouble (a full disk) ends the board, not the run.
+    """
 
     def __init__(self, folder: str) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(folder, flush_secs=10)
+        self._folder = folder
+        self._writer: Any = None
+        self._stopped = False
         self._resumed: int | None = None
 
     def resume(self, step: int) -> None:
         self._resumed = step
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        for event in self._events(values, step):
-            self._writer.add_event(event)
+        if self._stopped:
+            return
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        try:
+            # At the first number, so that a start that fails leaves no empty file.
+            if self._writer is None:
+                self._writer = EventFileWriter(self._folder, flush_secs=10)
+            for event in self._events(values, step):
+                self._writer.add_event(event)
+        except Exception as error:  # of its own thread too, which failed at an earlier step
+            self._stop(error)
 
     def _events(self, values: Mapping[str, float], step: int) -> list[Any]:
         """Before the first numbers of a resumed run: the mark at which readers drop what is repeated."""
@@ -54,7 +67,16 @@ class TensorBoard:
         return events
 
     def close(self) -> None:
-        self._writer.close()
+        if self._stopped or self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except Exception as error:
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        logging.getLogger(__name__).warning("TensorBoard stopped: %s", error)
+        self._stopped = True
 
 
 class OfflineWandb:

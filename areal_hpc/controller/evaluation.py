@@ -7,7 +7,6 @@ runs nothing is published, so that all answers come from the same weights; lease
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.config.schema import Config
+from areal_hpc.durable import write_durably
 from areal_hpc.messages import EvalRequest, EvalResult
 from areal_hpc.mpi.world import World
 from areal_hpc.types import EvalSample, Prompt, SamplingSpec
@@ -133,12 +133,11 @@ class Evaluation:
         return result
 
     def write(self, folder: Path) -> Path:
-        """One scored answer a line, with its prompt."""
+        """One scored answer a line, with its prompt. Raises DiskFullError."""
         path = folder / f"step-{self.train_step:08d}.jsonl"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            for sample in sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.sample_index)):
-                prompt = self._prompts[sample.prompt_id]
-                record = {"prompt": prompt.text, "gold": prompt.gold, **msgspec.to_builtins(sample)}
-                stream.write(json.dumps(record) + "\n")
+        lines = []
+        for sample in sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.sample_index)):
+            prompt = self._prompts[sample.prompt_id]
+            lines.append(json.dumps({"prompt": prompt.text, "gold": prompt.gold, **msgspec.to_builtins(sample)}) + "\n")
+        write_durably(path, "".join(lines).encode())
         return path

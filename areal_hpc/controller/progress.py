@@ -17,7 +17,6 @@ from typing import Any
 
 from areal_hpc.controller.batcher import ReadyGroup
 from areal_hpc.controller.boards import Board, TensorBoard
-from areal_hpc.durable import disk_full
 from areal_hpc.messages import RolloutStatus
 from areal_hpc.paths import RunPaths
 from areal_hpc.telemetry import append_jsonl, replace_json
@@ -87,8 +86,7 @@ class Progress:
         self._resumed_at: int | None = None
         self.ranks = ranks
         cut_torn_line(paths.metrics)
-        self._boards = list(boards)
-        self._has_tensorboard = False
+        self._boards = [TensorBoard(str(paths.tensorboard)), *boards]
         self._generated: dict[int, int] = {}
         self._tokens = 0
         self._rate_mark = (time.monotonic(), 0)
@@ -185,17 +183,9 @@ class Progress:
 
     def _append(self, record: dict[str, Any]) -> None:
         """Raises DiskFullError naming the file and the bytes missing."""
-        try:
-            append_jsonl(self._paths.metrics, record)
-        except OSError as error:
-            cut_torn_line(self._paths.metrics)
-            raise disk_full(error, self._paths.metrics, len(str(record))) or error from None
+        append_jsonl(self._paths.metrics, record)
 
     def _scalars(self, record: dict[str, Any], step: int) -> None:
-        if not self._has_tensorboard:
-            # At the first number, so that a start that fails leaves no empty file.
-            self._boards.append(TensorBoard(str(self._paths.tensorboard)))
-            self._has_tensorboard = True
         if self._resumed_at is not None:
             for board in self._boards:
                 board.resume(self._resumed_at + 1)

@@ -33,7 +33,7 @@ class StepEnd:
     stop_reason: str = ""
     """Why the supervisor had told the step to stop; "" if it had not."""
     refusal: str = ""
-    """A rank refused to start and starting again cannot help."""
+    """A rank refused to start or ended and starting again cannot help: a user's mistake, a full disk."""
     step_before: int = 0
     step_after: int = 0
     """Last checkpoint when the step began and when it ended."""

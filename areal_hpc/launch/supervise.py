@@ -30,13 +30,15 @@ from typing import Any
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
 from areal_hpc.config.schema import Config
+from areal_hpc.durable import DiskFullError, write_durably
 from areal_hpc.launch import slurm
 from areal_hpc.launch.decide import Action, StepEnd, Tally, decide
 from areal_hpc.launch.drain import expected_drain_warnings, slow_drain_warnings
 from areal_hpc.launch.plan import END_MARGIN_S, JobPlan, plan_job
 from areal_hpc.launch.step import is_fault, srun_command, start
-from areal_hpc.paths import RunPaths
+from areal_hpc.paths import REFUSAL_BYTES, RunPaths
 from areal_hpc.telemetry import append_jsonl
+from areal_hpc.terminal import echo
 
 POLL_S = 0.2
 END_TIME_INTERVAL_S = 60.0
@@ -157,7 +159,7 @@ class Supervisor:
             self.config, self.plan, nodes, ["-m", "areal_hpc.main", "--run", str(self.paths.root)]
         )
         before = last_checkpoint(self.paths)
-        self.paths.refusal.unlink(missing_ok=True)
+        self._reserve_refusal()
         began = time.time()
         self._event("step_started", nodes=nodes, checkpoint=before)
         process = start(command, nodes)
@@ -284,7 +286,7 @@ class Supervisor:
     # ---- records -----------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        print(f"areal-hpc job {self.job_id}: {text}", flush=True)
+        echo(f"areal-hpc job {self.job_id}: {text}")
 
     def _warn(self, warnings: list[str]) -> None:
         """Say once in an allocation that the lead time is too short."""
@@ -294,7 +296,19 @@ class Supervisor:
             self._event("warning", text=warning)
 
     def _event(self, event: str, **values: object) -> None:
-        append_jsonl(self.paths.slurm_events, {"time": time.time(), "event": event, **values})
+        """A line of events.jsonl. Without space for it the job is supervised all the same."""
+        try:
+            append_jsonl(self.paths.slurm_events, {"time": time.time(), "event": event, **values})
+        except OSError as error:
+            self._say(f"warning: {event} is not in events.jsonl: {error.strerror or error}")
+
+    def _reserve_refusal(self) -> None:
+        """Blanks, in whose place a rank says why the step must not be started again: a full disk too."""
+        try:
+            write_durably(self.paths.refusal, b" " * REFUSAL_BYTES)
+        except OSError as error:
+            self._say(f"warning: no place for a refusal: {error.strerror or error}")
+            self.paths.refusal.unlink(missing_ok=True)
 
 
 class _Watch:
@@ -308,7 +322,10 @@ class _Watch:
 
     def _copy(self) -> None:
         for line in self._stream or ():
-            print(line, end="", file=sys.stderr, flush=True)
+            try:
+                os.write(2, line.encode())
+            except OSError:  # the job's log is full: srun must go on being read
+                pass
             if not self.fault_at and is_fault(line):
                 self.fault, self.fault_at = line.strip(), time.time()
 
@@ -357,6 +374,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, slurm.SlurmError) as error:
         print(f"areal-hpc: {error}", file=sys.stderr, flush=True)
         return 2
+    except DiskFullError as error:
+        print(f"areal-hpc: {error.strerror}", file=sys.stderr, flush=True)
+        return 1
 
 
 if __name__ == "__main__":

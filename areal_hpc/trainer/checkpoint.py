@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from areal_hpc.config.load import config_digest
 from areal_hpc.config.schema import Config
-from areal_hpc.durable import find_disk_full
+from areal_hpc.durable import DiskFullError, find_disk_full
 from areal_hpc.paths import RunPaths
 from areal_hpc.trainer.checkpoint_folder import (
     Manifest,
@@ -127,7 +127,7 @@ class Checkpoints:
 
     def _write(self, parts: dict[str, _Part], temporary: Path) -> dict:
         """This rank's files; on the lead the entries of all ranks' files."""
-        results, mine, error = {}, {}, ""
+        results, mine, error, code = {}, {}, "", 0
         try:
             results = {name: part.write() for name, part in parts.items()}
             mine = {
@@ -136,15 +136,20 @@ class Checkpoints:
             }
         except Exception as failure:  # told to all ranks: they wait in the next line
             num_bytes = sum(part.num_bytes for part in parts.values())
-            error = f"trainer rank {self._place.rank}: {find_disk_full(failure, temporary, num_bytes) or failure}"
+            full = find_disk_full(failure, temporary, num_bytes)
+            error = f"trainer rank {self._place.rank}: {full.strerror if full else failure}"
+            code = full.errno if full else 0
         everyone: list = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (results, mine, error), group=self._group)
-        errors = [failure for *_, failure in everyone if failure]
+        dist.all_gather_object(everyone, (results, mine, error, code), group=self._group)
+        errors = [failure for *_, failure, _ in everyone if failure]
+        codes = [full for *_, full in everyone if full]
+        if codes:
+            raise DiskFullError(codes[0], "; ".join(errors))
         if errors:
             raise RuntimeError("; ".join(errors))
         if self._place.rank != 0:
             return {}
-        files = {name: entry for _, theirs, _ in everyone for name, entry in theirs.items()}
+        files = {name: entry for _, theirs, *_ in everyone for name, entry in theirs.items()}
         for name, part in parts.items():
             part.finish([theirs[name] for theirs, *_ in everyone])
         for file in sorted(temporary.rglob("*")):

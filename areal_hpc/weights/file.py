@@ -7,15 +7,12 @@ live version stays, so that a restarted engine can read it again.
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -25,11 +22,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from areal_hpc.weights.client import RolloutClient
+from areal_hpc.weights.folder import write_weights
 from areal_hpc.weights.source import ExportSource, describe_metadata
 from areal_hpc.weights.staged import StagedEngine, StagedUpdateInfo
-
-FILE_BYTES = 4 * 1024**3
-"""Tensors per file, so that a large model is never whole in the lead's memory."""
 
 
 @dataclass
@@ -100,53 +95,13 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
                 pass
             return
         self.client.start_weight_update()
-        folder = self._write(self.client.version)
+        folder = write_weights(self._folder, self.client.version, self.source)
         description: dict[str, Any] = describe_metadata(self.source.metadata())
         self.client.update_weights({**description, "folder": str(folder)})
         self.client.finish_weight_update()
-
-    def _write(self, version: int) -> Path:
-        final = self._folder / f"v{version:08d}"
-        temporary = self._folder / f".v{version:08d}.tmp"
-        for stale in (temporary, final):
-            shutil.rmtree(stale, ignore_errors=True)
-        temporary.mkdir(mode=0o700, parents=True)
-        pending: dict[str, torch.Tensor] = {}
-        size, count = 0, 0
-        for name, tensor in self.source:
-            # A copy: tied tensors share storage, which safetensors refuses.
-            pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size += tensor.numel() * tensor.element_size()
-            if size >= FILE_BYTES:
-                _save(pending, temporary / f"weights-{count:05d}.safetensors")
-                pending, size, count = {}, 0, count + 1
-        if pending:
-            _save(pending, temporary / f"weights-{count:05d}.safetensors")
-        _sync_folder(temporary)
-        os.rename(temporary, final)
-        _sync_folder(self._folder)
-        return final
 
     def forget_before(self, version: int) -> None:
         """Remove the folders of versions older than `version`, which every engine has left."""
         for folder in self._folder.glob("v*"):
             if int(folder.name[1:]) < version:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file(tensors, path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fchmod(descriptor, 0o600)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_hpc.config.schema import Config, Device, WeightBackend
+from areal_hpc.durable import DiskFullError
 from areal_hpc.weights.client import RolloutClient
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class TrainerWeights:
 
         Called by every trainer rank; the lead's result holds seconds per phase (`total_s`,
         `transfer_s`, and the slowest engine's `pause_to_resume_s`). Raises PublishError on
-        the lead when nothing was published; other ranks never learn of that.
+        the lead when nothing was published; other ranks never learn of that. Raises
+        DiskFullError where the weights go through files.
         """
         assert self._source is not None and self._background is None, "connect first, one at a time"
         self._source.begin_publication()
@@ -168,6 +170,8 @@ class TrainerWeights:
             try:
                 self._ensure_connected(version)
                 self._engine.send_weights()
+            except DiskFullError:  # the same again at another attempt: it ends the run
+                raise
             except Exception as error:
                 self._withdraw(version, error)
                 raise PublishError(f"version {version} was not published: {error}") from error

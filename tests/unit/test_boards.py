@@ -143,3 +143,27 @@ def test_the_real_package_writes_into_the_run_folder(tmp_path):
     board.scalars({"reward_mean": 0.5}, 1)
     board.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize("where", ["opening", "writing", "its thread", "closing"])
+def test_a_full_disk_ends_tensorboard_not_the_run(tmp_path, monkeypatch, caplog, where):
+    from tensorboard.summary.writer import event_file_writer
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    board = boards.TensorBoard(str(tmp_path / "tensorboard"))
+    if where != "opening":
+        board.scalars({"x": 1.0}, 0)
+    if where == "its thread":
+        board._writer._async_writer._worker.exception = OSError(28, "No space left on device")
+    else:
+        name = {"opening": "__init__", "writing": "add_event", "closing": "close"}[where]
+        monkeypatch.setattr(event_file_writer.EventFileWriter, name, full)
+    for step in range(1, 4):
+        board.scalars({"x": 1.0}, step)
+    board.close()
+    board.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoard stopped: [Errno 28] No space left on device"
+    ]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
+from areal_hpc import telemetry
 from areal_hpc.controller import progress as module
 from areal_hpc.controller.batcher import ReadyGroup
 from areal_hpc.controller.progress import Progress, RankSign, cut_torn_line, describe_batch
+from areal_hpc.durable import DiskFullError
 from areal_hpc.messages import RolloutStatus
 from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
@@ -122,12 +125,11 @@ def test_what_a_killed_writer_left_is_cut(tmp_path, before, after):
 def test_a_full_disk_is_named_and_leaves_whole_lines(progress, monkeypatch):
     progress.event("first")
 
-    def fail(path, record):
-        with open(path, "a") as file:
-            file.write('{"kind": "ev')
+    def fail(descriptor, data):
+        os.write(descriptor, data[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "append_jsonl", fail)
-    with pytest.raises(OSError, match="disk full: writing .* bytes to .*metrics.jsonl"):
+    monkeypatch.setattr(telemetry, "write_all", fail)
+    with pytest.raises(DiskFullError, match="disk full: writing .* bytes to .*metrics.jsonl"):
         progress.event("second")
     assert [record["text"] for record in metrics(progress)] == ["first"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from areal_hpc.analysis import spool_show
+from areal_hpc.analysis import spool_export, spool_show
 from areal_hpc.analysis.spool_filter import Filter, Interval, parse_interval
 from areal_hpc.analysis.spool_text import pieces, printable
 from areal_hpc.cli import main
@@ -348,6 +350,22 @@ def test_export_mistakes_are_one_line_and_leave_nothing(spool, tmp_path, monkeyp
     code, out, err = call(capsys, "export", spool[0], *arguments)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "--" in err
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("ending", "sink"), [("parquet", "_Parquet"), ("jsonl", "_JsonLines")])
+def test_export_to_a_full_disk_says_what_is_missing(spool, tmp_path, monkeypatch, capsys, ending, sink):
+    root, every, _ = spool
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(getattr(spool_export, sink), "write", full)
+    file = tmp_path / f"x.{ending}"
+    code, out, err = call(capsys, "export", root, "-o", file)
+    assert (code, out) == (1, "") and err.count("\n") == 1 and not list(tmp_path.glob("*x.*"))
+    tokens = sum(one.num_tokens for one in every.values() if one.group_id < 8)
+    named = int(re.search(rf"disk full: writing (\d+) bytes to {re.escape(str(file))} lacks at least", err)[1])
+    assert 13 * tokens < named < 13 * tokens + 32 * 100
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):

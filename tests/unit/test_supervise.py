@@ -345,6 +345,81 @@ def test_a_refusal_is_not_tried_again(job):
     assert code == 1 and len(job.plans) == 1 and "Slurm launched 4" in output
 
 
+def test_without_space_for_its_records_a_stop_still_reaches_the_ranks(job):
+    job.paths.slurm_events.mkdir()  # whatever is written there fails
+    process = job.start({"sleep": 300})
+    job.await_attempt()
+    process.send_signal(signal.SIGUSR2)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and job.requeued, output
+    assert (job.state / "signals").read_text().split() == [str(int(signal.SIGUSR2))]
+    assert "warning: stop is not in events.jsonl: " in output
+
+
+FULL_DISK = """
+import errno, os, sys
+from pathlib import Path
+from areal_hpc import main
+from areal_hpc.durable import DiskFullError, write_durably
+from areal_hpc.launch import supervise
+from areal_hpc.paths import RunPaths
+
+paths = RunPaths(Path(sys.argv[1]) / "run")
+paths.create()
+paths.slurm.mkdir()
+supervisor = supervise.Supervisor.__new__(supervise.Supervisor)
+supervisor.paths, supervisor.job_id = paths, "50"
+supervisor._reserve_refusal()
+assert supervise._read_text(paths.refusal) == ""
+log = os.open(paths.logs / "rank.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 2)  # where a rank's traceback goes
+filler = open(paths.root / "filler", "wb", buffering=0)
+while True:
+    try:
+        while filler.write(bytes(4096)):
+            pass
+    except OSError:
+        break
+try:
+    write_durably(paths.root / "file", bytes(10000))
+except DiskFullError as error:
+    cause = error
+supervisor._event("stop")
+failed = RuntimeError("the checkpoint could not be written")
+failed.__cause__ = cause
+assert main._tell(failed, None, paths) == 1
+text = supervise._read_text(paths.refusal)
+assert f"disk full: writing 10000 bytes to {paths.root}/file lacks at least 10000 bytes (0 are free); make space" in text, text
+assert len(paths.refusal.read_bytes()) == 4096
+# A refusal of an earlier step does not outlive it, though there is no space for a new one.
+supervisor._reserve_refusal()
+assert supervise._read_text(paths.refusal) == ""
+"""
+
+
+def test_on_a_full_disk_the_rank_that_met_it_still_tells_the_supervisor(tmp_path):
+    probe = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*probe, "true"], capture_output=True).returncode:
+        pytest.skip("no unprivileged mount namespace for a small tmpfs")
+    script, mount = tmp_path / "fill.py", tmp_path / "small"
+    script.write_text(FULL_DISK)
+    mount.mkdir()
+    command = 'mount -t tmpfs -o size=256k none "$0" && exec "$1" "$2" "$0"'
+    done = subprocess.run(
+        [*probe, "sh", "-c", command, str(mount), sys.executable, str(script)], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_full_disk_is_not_tried_again_and_named(job):
+    text = "trainer 0 on n2: disk full: writing 10 bytes to /run/x lacks at least 10 bytes (0 are free)"
+    code, output = job.run({"refuse": text.ljust(4096), "code": 1})
+    assert code == 1 and len(job.plans) == 1 and f"failed: {text}\n" in output
+    (decision,) = [event for event in read_events(job.paths) if event["event"] == "decision"]
+    assert (decision["action"], decision["text"]) == ("fail", text)
+
+
 def test_a_job_of_other_components_is_refused(job):
     job.set(nodes="n1 n2")
     code, output = job.run()
