@@ -7,7 +7,8 @@ journal's summaries:
   eta of the version that each sample was trained from;
 - once: no sample is trained twice in the history that survives, steps follow one another;
 - continued: what a stop cut short and a later attempt finished begins with what was saved;
-- nothing lost: every committed sample was trained, discarded for a reason, or still waits.
+- nothing lost: every committed sample was trained, discarded for a reason, or still waits,
+  which is only for those that no batch went past (`audit_waiting`).
 Prints the offender of each kind. Reads only; works on a running run too.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.analysis.audit_unfinished import Continued, find_foreign_tokens
+from areal_hpc.analysis.audit_waiting import Batch, Committed, find_forgotten
 from areal_hpc.controller.ledger import LedgerError, read_ledger
 from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
@@ -47,17 +49,7 @@ class _Terms:
     eta: int
     num_prompts: int
     overlap: bool = False
-
-
-@dataclass(frozen=True)
-class _Committed:
-    epoch: int
-    path: str
-    rows: tuple[ShardRow, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
+    total_steps: int = 0
 
 
 def audit_run(root: Path) -> int:
@@ -105,14 +97,17 @@ class _Auditor:
         self._started: set[int] = set()
         self._num_started: Counter[int] = Counter()
         self._starting = False
-        self._committed: dict[int, _Committed] = {}
+        self._committed: dict[int, Committed] = {}
+        self._num_committed = self._num_mixed = 0
+        self._batches: dict[int, Batch] = {}
+        self._finished = False
         self._consumed: dict[int, int] = {}
         self._refused: set[int] = set()
         self._too_old: dict[int, int] = {}
         self._in_training: dict[int, list[int]] = {}
         self._quarantined: set[str] = set()
         self._last_step = 0
-        self._trained: dict[int, tuple[int, int, int, _Committed]] = {}
+        self._trained: dict[int, tuple[int, int, int, Committed]] = {}
         self._continued: dict[int, Continued] = {}
 
     def take(self, record: dict[str, Any]) -> None:
@@ -133,13 +128,16 @@ class _Auditor:
             record["max_staleness"],
             record["num_prompts"],
             record.get("overlap", False),
+            record.get("settings", {}).get("run.total_steps", 0),
         )
         step = record["train_step"]
         self._live = self._last_step = step
         self._consumed = {group: at for group, at in self._consumed.items() if at <= step}
         self._trained = {group: entry for group, entry in self._trained.items() if entry[0] <= step}
         self._too_old = {group: at for group, at in self._too_old.items() if at < step}
+        self._batches = {at: batch for at, batch in self._batches.items() if at <= step}
         self._in_training = {}
+        self._num_mixed, self._finished = 0, False
         # Groups without a result take their place again when they are granted again.
         self._starting = True
         self._places, self._places_of = {}, Counter()
@@ -175,9 +173,9 @@ class _Auditor:
                 self._problem(f"group {group} of {record['path']} was committed but never admitted")
             if group in self._committed:
                 self._problem(f"group {group} was committed twice: {self._committed[group].path}, {record['path']}")
-            self._committed[group] = _Committed(
-                listed["epoch"], record["path"], tuple(msgspec.convert(row, ShardRow) for row in listed["rows"])
-            )
+            rows = tuple(msgspec.convert(row, ShardRow) for row in listed["rows"])
+            self._committed[group] = Committed(listed["epoch"], record["path"], rows, self._num_committed)
+            self._num_committed += 1
             if group not in self._places:  # a shard found after a restart brings its own
                 self._start(group, len(listed["rows"]))
 
@@ -241,12 +239,20 @@ class _Auditor:
         if len(epochs) > 1:
             self._problem(f"step {step} mixed the epochs {sorted(epochs)}")
         self._in_training[step] = list(record["groups"])
+        members = tuple(self._committed[group] for group in record["groups"] if group in self._committed)
+        if members:
+            self._batches[step] = Batch(step, version, terms.eta, members, self._num_committed, self._num_mixed)
 
     def _take_unconsumed(self, record: dict[str, Any]) -> None:
         for group in [group for group, at in self._consumed.items() if at == record["train_step"]]:
             del self._consumed[group], self._trained[group]
         self._last_step = record["train_step"] - 1
         self._in_training.pop(record["train_step"], None)
+        self._batches.pop(record["train_step"], None)
+        self._num_mixed = self._num_committed
+
+    def _take_stop(self, record: dict[str, Any]) -> None:
+        self._finished = record["state"] == "finished"
 
     def _take_live(self, record: dict[str, Any]) -> None:
         version, terms = record["version"], self._terms
@@ -271,6 +277,7 @@ class _Auditor:
         accounted = counts["trained"] + counts["discarded"] + counts["waiting"]
         if accounted != len(self._committed):
             self._problem(f"of {len(self._committed)} committed groups only {accounted} are accounted for")
+        self._find_lost()
         for group, rows in self._read_shards():
             step, version, eta, entry = self._trained[group]
             if rows != entry.rows:
@@ -292,6 +299,17 @@ class _Auditor:
                         f"step {step} from version {version}; its oldest token is of version {row.min_version}: "
                         f"staleness {staleness} > {eta}"
                     )
+
+    def _find_lost(self) -> None:
+        """Groups of which nobody thinks any more."""
+        terms = self._terms
+        data_ended = terms is not None and self._finished and self._last_step < terms.total_steps
+        waiting = {group: entry for group, entry in self._committed.items() if self._waits(group)}
+        last = self._batches[max(self._batches)] if self._batches else None
+        self.result.problems += find_forgotten(waiting, last, data_ended=data_ended)
+        if data_ended:
+            for group in sorted(self._admitted - self._committed.keys() - self._refused):
+                self._problem(f"group {group} was admitted but neither answered nor left out, although the data ended")
 
     def _read_shards(self) -> Iterator[tuple[int, tuple[ShardRow, ...]]]:
         """(group, its rows as the spool has them) of every trained group; an unreadable shard is a problem.

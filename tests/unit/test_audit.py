@@ -9,20 +9,18 @@ import zlib
 import pytest
 
 from areal_hpc.analysis.audit import audit, audit_run
-from areal_hpc.controller import loop, progress, shutdown, startup
+from areal_hpc.controller import startup
 from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import ShardWriter, read_rows
-from controller_world import Disk, Faults, FakeWorld, make_config
+from controller_world import Crash, Disk, Faults, FakeWorld, make_config
+from run_folders import quicken
 from test_spool import damage
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> RunPaths:
     """A finished run of 6 steps in two attempts: batches of 8, groups of 2, eta 2."""
-    monkeypatch.setattr(progress, "echo", lambda line: None)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for module, name in ((loop, "IDLE_S"), (shutdown, "POLL_S"), (startup, "POLL_S")):
-        monkeypatch.setattr(module, name, 0.0)
+    quicken(monkeypatch)
     disk = Disk()
     for seed, faults in ((0, Faults(stop_at=40)), (1, Faults())):
         FakeWorld(make_config(tmp_path), RunPaths(tmp_path / "run"), disk, seed, faults).run()
@@ -132,6 +130,59 @@ def test_a_lost_commitment_is_found(run):
 def test_a_commitment_without_admission_is_found(run):
     change(run, lambda records: [r for r in records if not (r["k"] == "admitted" and r["group"] == 5)])
     assert "group 5 of" in problems(run) and "never admitted" in problems(run)
+
+
+@pytest.mark.parametrize(("step", "member", "why"), [(2, -1, "found it too old"), (6, 0, "took younger groups")])
+def test_a_group_that_is_in_no_batch_is_found(run, step, member, why):
+    """To the journal it waits; but the newest batch went past it."""
+    victims: list[int] = []
+
+    def edit(records):
+        groups = of_kind(records, "consumed")[step - 1]["groups"]
+        committed = [group["group"] for record in of_kind(records, "committed") for group in record["groups"]]
+        versions = {
+            group["group"]: min(row["min_version"] for row in group["rows"])
+            for record in of_kind(records, "committed") for group in record["groups"]
+        }  # fmt: skip
+        victims.append(sorted(groups, key=lambda group: (versions[group], committed.index(group)))[member])
+        groups.remove(victims[0])
+        return records
+
+    change(run, edit)
+    # That its place was never given back is another problem of the early one.
+    (problem,) = [text for text in audit(run).problems if "neither trained nor left out" in text]
+    assert problem.startswith(f"group {victims[0]}, committed in spool/") and f"although step 6 {why}" in problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "crash_at", "options", "why"),
+    [
+        ("ready", 20, {}, "although step 6 found it too old"),
+        # The data ends before the steps are done: then nothing at all may be left over.
+        ("ready", 20, {"run__total_steps": 20, "data__epochs": 1}, "although the data ended"),
+        ("in_flight", 8, {"run__total_steps": 20, "data__epochs": 1}, "was admitted but neither answered nor left out"),
+    ],
+)
+def test_a_recovery_that_forgets_a_group_is_found(tmp_path, monkeypatch, kind, crash_at, options, why):
+    quicken(monkeypatch)
+    config, paths, disk = make_config(tmp_path, **options), RunPaths(tmp_path / "run"), Disk()
+    with pytest.raises(Crash):
+        FakeWorld(config, paths, disk, 0, Faults(crash_at=crash_at)).run()
+    assert problems(paths) == ""
+    real, forgotten = startup.replay_ledger, []
+
+    def forgetful(*arguments):
+        state = real(*arguments)
+        forgotten.append(min(getattr(state, kind)))
+        if kind == "ready":
+            del state.ready[forgotten[0]]
+        else:
+            state.in_flight.remove(forgotten[0])
+        return state
+
+    monkeypatch.setattr(startup, "replay_ledger", forgetful)
+    FakeWorld(config, paths, disk, 1).run()
+    assert any(text.startswith(f"group {forgotten[0]}") and why in text for text in audit(paths).problems)
 
 
 def test_skipped_steps_and_versions_are_found(run):

@@ -263,8 +263,10 @@ def test_missing_file_and_late_name(written, tmp_path):
 def test_an_error_of_the_filesystem_that_passes_is_no_damage(written, monkeypatch, where, num_failures):
     trajectories, info = written
     left = num_failures
-    module, error = {"open": (shard.os, OSError(errno.ESTALE, "Stale file handle")),
-                     "HDF5": (shard.h5f, OSError("file read failed: errno = 5, Input/output error"))}[where]  # fmt: skip
+    module, error = {
+        "open": (shard.os, OSError(errno.ESTALE, "Stale file handle")),
+        "HDF5": (shard.h5f, OSError("file read failed: errno = 5, Input/output error")),
+    }[where]
     real = module.open
 
     def failing(path, *arguments):

@@ -389,7 +389,8 @@ failed = RuntimeError("the checkpoint could not be written")
 failed.__cause__ = cause
 assert main._tell(failed, None, paths) == 1
 text = supervise._read_text(paths.refusal)
-assert f"disk full: writing 10000 bytes to {paths.root}/file lacks at least 10000 bytes (0 are free); make space" in text, text
+wanted = f"disk full: writing 10000 bytes to {paths.root}/file lacks at least 10000 bytes (0 are free); make space"
+assert wanted in text, text
 assert len(paths.refusal.read_bytes()) == 4096
 # A refusal of an earlier step does not outlive it, though there is no space for a new one.
 supervisor._reserve_refusal()
