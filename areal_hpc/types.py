@@ -192,3 +192,5 @@ class EvalSample(msgspec.Struct, frozen=True):
     finish_reason: str
     version: int
     text: str = ""
+    parts: dict[str, float] = {}
+    """Each reward by its name, before weighting."""

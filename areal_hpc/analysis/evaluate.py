@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import msgspec
 
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import Config
+from areal_hpc.rewards.right import PART, describe_evaluation
 
 
 def evaluate_and_print(config: Config, model: Path, output: str | None) -> int:
@@ -23,16 +23,14 @@ def evaluate_and_print(config: Config, model: Path, output: str | None) -> int:
         with open(output, "w", encoding="utf-8") as stream:
             for sample in samples:
                 stream.write(json.dumps(msgspec.to_builtins(sample)) + "\n")
-    right: dict[int, list[bool]] = defaultdict(list)
-    for sample in samples:
-        right[sample.prompt_id].append(sample.reward > 0)
-    if not right:
+    if not samples:
         print("no answer could be scored")
         return 1
-    k = config.eval.num_samples
-    mean = sum(map(sum, right.values())) / sum(map(len, right.values()))
-    line = f"mean@{k} {mean:.3f}"
-    if k > 1:
-        line += f", pass@{k} {sum(map(any, right.values())) / len(right):.3f}"
-    print(f"{line} over {len(right)} prompts ({model})")
+    figures, k = describe_evaluation(config.rewards, samples), config.eval.num_samples
+    shown = {f"mean@{k}": figures["accuracy"]}
+    # One reward alone would say the same again.
+    shown |= {name: value for name, value in figures.items()
+              if name.startswith("pass@") or name.startswith(PART) and config.rewards.weights}  # fmt: skip
+    line = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
+    print(f"{line} over {figures['num_prompts']:.0f} prompts ({model})")
     return 0

@@ -25,6 +25,7 @@ from areal_hpc.analysis.run_data import RunData  # noqa: E402
 from areal_hpc.analysis.samples import spread  # noqa: E402
 from areal_hpc.analysis.timeline import ACTIVITIES, NUM_BINS, RankTime  # noqa: E402
 from areal_hpc.analysis.trained import quantile  # noqa: E402
+from areal_hpc.rewards.right import PART  # noqa: E402
 
 WIDTH_IN = 10.4
 INK, MUTED, GRID = "#22272e", "#667080", "#e4e8ee"
@@ -249,21 +250,19 @@ def transfers(runs: list[RunData]) -> Drawn:
 
 
 def parts(runs: list[RunData]) -> Drawn | None:
-    """Mean of each part of the reward per step; None where no part was read."""
-    names = sorted({name for run in runs for name in run.samples.parts})
+    """Mean of each part of the reward per step; None where the steps have none."""
+    names = sorted({name for run in runs for record in run.history.steps.values() for name in record
+                    if name.startswith(PART)})  # fmt: skip
     if not names:
         return None
     figure, panels = _figure(len(names[:MAX_PARTS]), 2.3)
     for axes, name in zip(panels, names, strict=False):
         for run, colour in _coloured(runs):
-            steps = sorted(run.samples.parts.get(name, {}).items())
-            means = [total / count for _, (total, count) in steps]
-            axes.plot([step for step, _ in steps], means, "-", marker=".", color=colour)
-        axes.set_ylabel(f"mean of {name}")
+            axes.plot(run.steps, run.column(name), "-", marker=".", color=colour)
+        axes.set_ylabel(f"mean of {name.removeprefix(PART)}")
     _by_step(runs, *panels)
     return Drawn("parts", "Rewards by part",
-                 f"Mean of each part over the {sum(run.samples.num_read for run in runs):,} trained samples that were "
-                 "read from the spool, by the step they were trained at; weights are not applied."
+                 "Mean of each part over all samples of a step; weights are not applied."
                  + (f" The first {MAX_PARTS} of {len(names)} parts." if len(names) > MAX_PARTS else ""), figure)  # fmt: skip
 
 

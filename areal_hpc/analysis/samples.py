@@ -1,4 +1,4 @@
-"""Trajectories of the spool as a report shows them: rewards by part, the best and the worst as text.
+"""Trajectories of the spool as a report shows them: the best and the worst as text.
 
 Reads a bounded number of shards, spread evenly over the run, and of each a bounded number
 of rows, whatever the size of the spool. Tokens become text with the run's own tokenizer.
@@ -6,7 +6,6 @@ of rows, whatever the size of the spool. Tokens become text with the run's own t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,9 +51,8 @@ class Shown:
 
 @dataclass
 class Samples:
-    """parts: name -> training step -> (sum, count) over the rows that were read."""
+    """The chosen trajectories, and how much of the spool was read for them."""
 
-    parts: dict[str, dict[int, tuple[float, int]]] = field(default_factory=lambda: defaultdict(dict))
     best: list[Shown] = field(default_factory=list)
     worst: list[Shown] = field(default_factory=list)
     num_read: int = 0
@@ -87,9 +85,6 @@ def load_samples(history: History, trained: Trained) -> Samples:
             if entry is None:
                 continue
             found.num_read += 1
-            for name, value in trajectory.reward_parts.items():
-                total, count = found.parts[name].get(entry[0], (0.0, 0))
-                found.parts[name][entry[0]] = (total + value, count + 1)
             # Of equal rewards the newest: it shows what the policy does now.
             rank = (trajectory.reward, entry[0], -trajectory.sample_index)
             best = _keep(best, rank, trajectory, entry[0])

@@ -93,7 +93,7 @@ def describe(found: RunStatus) -> list[tuple[str, str]]:
     lines += [("step", f"{found.train_step} of {found.total_steps}; version {found.version} trained, "
                        f"{found.live_version} serves")]  # fmt: skip
     if found.reward is not None and found.accuracy is not None:
-        lines.append(("reward", f"{found.reward:.3f} in the last step, {found.accuracy:.1%} of its answers above 0"))
+        lines.append(("reward", f"{found.reward:.3f} in the last step, {found.accuracy:.1%} of its answers right"))
     if found.heldout_accuracy is not None and found.heldout_accuracy_first is not None:
         lines.append(("held-out", f"accuracy {found.heldout_accuracy_first:.3f} -> {found.heldout_accuracy:.3f}"))
     lines.append(("speed", _speed(found)))

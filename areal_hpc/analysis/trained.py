@@ -31,7 +31,6 @@ class StepSums:
     num_answer_tokens: int = 0
     longest: int = 0
     num_truncated: int = 0
-    num_right: int = 0
     reward: float = 0.0
     staleness: Counter[int] = field(default_factory=Counter)
     """Versions between training and a sample's oldest token -> samples."""
@@ -45,7 +44,6 @@ class StepSums:
         self.num_answer_tokens += answer
         self.longest = max(self.longest, answer)
         self.num_truncated += row["finish_reason"] == "length"
-        self.num_right += row["reward"] > 0
         self.reward += row["reward"]
         self.lengths[bucket(answer)] += 1
         if answer:
@@ -72,7 +70,7 @@ class Trained:
         """All steps together."""
         found = StepSums()
         for step in self.steps.values():
-            for name in ("num_samples", "num_tokens", "num_answer_tokens", "num_truncated", "num_right", "reward"):
+            for name in ("num_samples", "num_tokens", "num_answer_tokens", "num_truncated", "reward"):
                 setattr(found, name, getattr(found, name) + getattr(step, name))
             found.longest = max(found.longest, step.longest)
             found.staleness += step.staleness

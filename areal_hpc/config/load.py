@@ -169,6 +169,11 @@ def check_config(config: Config) -> None:
         if "{prompt}" not in dataset.template:
             raise ConfigError(f"{name}.template={dataset.template!r} does not contain {{prompt}}")
     check_rewards(config)
+    if config.eval.num_samples > 1 and config.eval.temperature <= 0:
+        raise ConfigError(
+            f"eval.num_samples={config.eval.num_samples} with eval.temperature={config.eval.temperature:g} gives "
+            "every prompt the same answer so many times: set eval.temperature above 0, or eval.num_samples=1"
+        )
     if config.run.wandb and find_spec("wandb") is None:
         raise ConfigError("run.wandb=true needs the package wandb, which is not installed: install it, or set false")
 
@@ -186,6 +191,11 @@ def check_rewards(config: Config) -> None:
         reward_specs(rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if rewards.right_part and rewards.right_part not in (rewards.weights or (rewards.fn,)):
+        raise ConfigError(
+            f"rewards.right_part={rewards.right_part} is none of this run's rewards "
+            f"({', '.join(rewards.weights or [rewards.fn])}): name one of them, or leave it empty"
+        )
 
 
 def check_deterministic(config: Config) -> None:

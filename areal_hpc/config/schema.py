@@ -194,6 +194,10 @@ class RewardsConfig:
     """Several rewards as a weighted sum, name -> weight; replaces `fn` when given."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keywords of the reward function; with `weights`, a mapping of them per reward name."""
+    right_part: str = ""
+    """With `weights`: the reward that says whether an answer is right; empty takes that of the largest weight."""
+    right_at: float = 1.0
+    """An answer is right, for every accuracy, if that reward (before weighting) is at least this."""
     workers: int = 1
     """Worker processes per rollout rank."""
     timeout_s: float = 5.0
@@ -278,7 +282,7 @@ class EvalConfig:
     every: int = 0
     """Versions between evaluations; 0 evaluates only before the first and after the last step."""
     num_samples: int = 1
-    """Answers per prompt: 1 is greedy unless temperature is set."""
+    """Answers per prompt; more than one needs a temperature: greedy answers are all the same."""
     temperature: float = 0.0
     max_new_tokens: int = 0
     """0 takes rollout.max_new_tokens."""

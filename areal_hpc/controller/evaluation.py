@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from areal_hpc.config.schema import Config
 from areal_hpc.durable import write_durably
 from areal_hpc.messages import EvalRequest, EvalResult
 from areal_hpc.mpi.world import World
+from areal_hpc.rewards.right import describe_evaluation
 from areal_hpc.types import EvalSample, Prompt, SamplingSpec
 
 
@@ -75,7 +75,7 @@ class Evaluation:
     ) -> None:
         self.train_step, self.version = train_step, version
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        self._num_samples = config.eval.num_samples
+        self._rewards = config.rewards
         sampling = SamplingSpec(
             max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
             temperature=config.eval.temperature,
@@ -84,7 +84,7 @@ class Evaluation:
         )
         size = config.eval.batch_prompts
         self.requests = [
-            EvalRequest(first_id + number, version, self._num_samples, tuple(prompts[start : start + size]), sampling)
+            EvalRequest(first_id + number, version, config.eval.num_samples, tuple(prompts[start : start + size]), sampling)
             for number, start in enumerate(range(0, len(prompts), size))
         ]
         self._waiting = {request.eval_id for request in self.requests}
@@ -113,24 +113,18 @@ class Evaluation:
         return True
 
     def summary(self) -> dict[str, float]:
-        """accuracy = mean@k over all samples; pass@k = prompts with a right one among k."""
-        right: dict[int, list[bool]] = defaultdict(list)
-        for sample in self.samples:
-            right[sample.prompt_id].append(sample.reward > 0)
-        total = sum(map(len, right.values()))
-        result = {
-            "accuracy": sum(map(sum, right.values())) / total if total else 0.0,
-            "num_prompts": float(len(right)),
+        """The figures of `describe_evaluation`, and means over all samples; lengths in tokens."""
+        total = len(self.samples)
+        figures = describe_evaluation(self._rewards, self.samples)
+        return {
+            **figures,
             "reward_mean": sum(sample.reward for sample in self.samples) / total if total else 0.0,
             "length_mean": sum(sample.num_tokens for sample in self.samples) / total if total else 0.0,
             "truncated_fraction": (
                 sum(sample.finish_reason == "length" for sample in self.samples) / total if total else 0.0
             ),
-            "num_unscored": float(len(self._prompts) - len(right)),
+            "num_unscored": len(self._prompts) - figures["num_prompts"],
         }
-        if self._num_samples > 1:
-            result[f"pass@{self._num_samples}"] = sum(map(any, right.values())) / len(right) if right else 0.0
-        return result
 
     def write(self, folder: Path) -> Path:
         """One scored answer a line, with its prompt. Raises DiskFullError."""

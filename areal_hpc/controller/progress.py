@@ -19,6 +19,7 @@ from areal_hpc.controller.batcher import ReadyGroup
 from areal_hpc.controller.boards import Board, TensorBoard
 from areal_hpc.messages import RolloutStatus
 from areal_hpc.paths import RunPaths
+from areal_hpc.rewards.right import PART
 from areal_hpc.telemetry import append_jsonl, replace_json
 from areal_hpc.terminal import echo
 
@@ -47,10 +48,18 @@ def describe_batch(batch: list[ReadyGroup], version: int) -> dict[str, Any]:
     return {
         "epoch": batch[0].epoch,
         "reward_mean": sum(row.reward for row in rows) / len(rows),
-        "accuracy": sum(row.reward > 0 for row in rows) / len(rows),
         "num_trajectories": len(rows),
         "staleness_mean": sum(stale) / len(stale),
         "staleness_max": max(stale),
+    }
+
+
+def name_metrics(trainer: dict[str, float]) -> dict[str, float]:
+    """A step's metrics under their names in its record: those of training begin with trainer/, those of
+    the answers (accuracy, each reward) do not."""
+    return {
+        name if name == "accuracy" or name.startswith(PART) else f"trainer/{name}": value
+        for name, value in trainer.items()
     }
 
 
@@ -136,7 +145,7 @@ class Progress:
     # ---- records -----------------------------------------------------------------
 
     def step(self, values: dict[str, Any], trainer: dict[str, float]) -> None:
-        """One training step is over."""
+        """One training step is over. `trainer`: its metrics, `accuracy` among them."""
         now = time.monotonic()
         seconds = max(now - self._step_mark[0], 1e-9)
         gen_rate = (self._tokens - self._step_mark[1]) / seconds
@@ -148,7 +157,7 @@ class Progress:
             **values,
             "step_seconds": seconds,
             "gen_tokens_per_s": gen_rate,
-            **{f"trainer/{name}": value for name, value in trainer.items()},
+            **name_metrics(trainer),
         }
         self._append(record)
         self._scalars(record, values["train_step"])
@@ -158,11 +167,11 @@ class Progress:
         gap = trainer.get("behave_gap_fresh_max")
         echo(
             f"{values['train_step']:>6} {values['version']:>7} {values['reward_mean']:>7.3f} "
-            f"{values['accuracy']:>8.3f} {gen_rate:>9.0f} {trainer.get('tokens_per_s', 0.0):>11.0f} "
+            f"{trainer['accuracy']:>8.3f} {gen_rate:>9.0f} {trainer.get('tokens_per_s', 0.0):>11.0f} "
             f"{values['staleness_mean']:>6.2f}/{values['staleness_max']:<4.0f} {values['wait_s']:>6.1f} "
             f"{'-' if gap is None else format(gap, '8.1e'):>8}"
         )
-        self.summary |= {"reward": values["reward_mean"], "accuracy": values["accuracy"]}
+        self.summary |= {"reward": values["reward_mean"], "accuracy": trainer["accuracy"]}
 
     def evaluation(self, values: dict[str, Any]) -> None:
         record = {"kind": "eval", "time": time.time(), "attempt": self._attempt, **values}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc.config.load import read_config
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.ledger import read_ledger
-from areal_hpc.controller.progress import describe_batch
+from areal_hpc.controller.progress import describe_batch, name_metrics
 from areal_hpc.paths import RunPaths
 from areal_hpc.replay.compare import HEADER, WeightGap, line_of, step_records, write_verdict
 from areal_hpc.replay.history import RecordedStep, read_history, select_groups, step_manifest
@@ -125,7 +125,7 @@ class Replay:
             with self._telemetry.span("train.step", train_step=step.train_step):
                 metrics = self._step.run(step_manifest(self._config, step, groups))
             record |= describe_batch(groups, step.version)
-            record |= {f"trainer/{name}": value for name, value in metrics.items()}
+            record |= name_metrics(metrics)
         return {**record, "step_seconds": time.perf_counter() - begin}
 
     def _save(self, last_step: int) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from areal_hpc.config.schema import Config, Sandbox
+from areal_hpc.rewards.right import is_right
 from areal_hpc.rewards.service import RewardResult, RewardService
 from areal_hpc.rollout.engine import RolloutEngine, replace_budget
 from areal_hpc.rollout.environment import derive_seed
@@ -183,6 +184,9 @@ class EpisodeEngine:
                     f"({late}): raise rewards.timeout_s={self._services.config.rewards.timeout_s:g}"
                 )
         return results
+
+    def is_right(self, result: RewardResult) -> bool:
+        return is_right(self._services.config.rewards, result.reward, result.parts)
 
     async def run_python(self, code: str, *, timeout_s: float) -> str:
         """Output of an untrusted program, its errors included, as a tool would show it."""

@@ -102,6 +102,7 @@ def _to_sample(services: Services, trajectory: Trajectory) -> EvalSample:
         trajectory.finish_reason,
         trajectory.min_version,
         services.encoder.decode(trajectory.tokens[chosen]),
+        trajectory.reward_parts,
     )
 
 

@@ -49,7 +49,7 @@ class SingleTurn:
 class MultiTurn:
     """Try again after a wrong answer, up to `max_turns` answers.
 
-    An answer is right when its reward reaches `threshold`. The trajectory's reward is
+    What is right is said by `rewards` (right_part, right_at). The trajectory's reward is
     that of the last answer times `discount` for every further turn.
     """
 
@@ -57,12 +57,10 @@ class MultiTurn:
         self,
         max_turns: int = 2,
         discount: float = 0.9,
-        threshold: float = 1.0,
         feedback: str = "\nThat answer is wrong. Try again.\n",
     ) -> None:
         self._max_turns = max_turns
         self._discount = discount
-        self._threshold = threshold
         self._feedback = feedback
 
     async def arun_episode(self, engine: EpisodeEngine, prompt: Prompt) -> list[Trajectory]:
@@ -80,7 +78,7 @@ class MultiTurn:
             truncated = answer.finish_reason == "length"
             [result] = await engine.score(prompt, [engine.decode(answer.token_ids)], [truncated])
             last = turn == self._max_turns - 1
-            if result.reward >= self._threshold or truncated or last:
+            if engine.is_right(result) or truncated or last:
                 break
             feedback = engine.encode_feedback(self._feedback, transcript)
             if engine.budget(transcript) <= len(feedback):

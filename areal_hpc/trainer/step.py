@@ -20,6 +20,7 @@ from torch import Tensor
 from areal_hpc.config.algorithm import Objective
 from areal_hpc.config.schema import Config
 from areal_hpc.paths import RunPaths
+from areal_hpc.rewards.right import describe_answers
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.trainer.advantages import compute_advantages
 from areal_hpc.trainer.batch import MicroBatch, Row
@@ -205,6 +206,7 @@ class TrainStep:
         place = self._engine.place
         metrics = {
             "reward_mean": float(np.mean([trajectory.reward for trajectory in batch.trajectories])),
+            **describe_answers(self._config.rewards, ((t.reward, t.reward_parts) for t in batch.trajectories)),
             "staleness_mean": float(staleness.mean()),
             "staleness_max": float(staleness.max()),
             "num_sequences": float(len(lengths)),

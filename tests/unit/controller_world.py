@@ -48,6 +48,7 @@ from areal_hpc.messages import (
 from areal_hpc.mpi.channel import Channel
 from areal_hpc.mpi.world import World
 from areal_hpc.paths import RunPaths
+from areal_hpc.rewards.right import describe_answers
 from areal_hpc.spool.shard import ShardWriter, read_rows
 from areal_hpc.stop import StopFlag
 from areal_hpc.telemetry import Telemetry
@@ -294,7 +295,8 @@ class FakeWorld:
             loss_mask=np.r_[0, np.ones(len(tokens))].astype(np.uint8),
             rollout_logprobs=np.array([0, *tokens], np.float32),
             versions=np.array([PROMPT_VERSION, *versions], np.int32),
-            reward=float(self.random.randint(0, 1)),
+            reward=(reward := float(self.random.randint(0, 1))),
+            reward_parts={"math": reward},
             prompt_id=lease.prompt.prompt_id,
             group_id=lease.group_id,
             sample_index=index,
@@ -398,7 +400,7 @@ class FakeWorld:
             shard = self.random.choice(manifest.shards)
             self._answer_later(1, BatchRefused(manifest.train_step, {shard: "it is missing"}))
             return
-        samples, min_versions = [], []
+        samples, min_versions, answers = [], [], []
         for row in manifest.rows:
             path = self.paths.resolve_inside(manifest.shards[row.shard])
             (sample,) = read_rows(path, [row.row], run_id=self.config.run.name)
@@ -407,5 +409,7 @@ class FakeWorld:
             )
             samples.append((sample.group_id, sample.sample_index))
             min_versions.append(sample.min_version)
+            answers.append((sample.reward, sample.reward_parts))
         self.history.append(Trained(manifest.version, samples, min_versions, manifest))
-        self._answer_later(1, StepDone(manifest.train_step, manifest.version + 1, {"loss": 0.5, "tokens_per_s": 9.0}))
+        metrics = {"loss": 0.5, "tokens_per_s": 9.0, **describe_answers(self.config.rewards, answers)}
+        self._answer_later(1, StepDone(manifest.train_step, manifest.version + 1, metrics))

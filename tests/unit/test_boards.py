@@ -84,9 +84,9 @@ def test_every_step_and_evaluation_is_shown_offline(tmp_path, wandb):
     )
     assert wandb.options["mode"] == "offline" and wandb.options["dir"] == str(tmp_path)
     assert wandb.options["config"]["run"]["mode"] == "async"
-    values = {"train_step": 1, "version": 0, "reward_mean": 0.5, "accuracy": 0.5, "staleness_mean": 0.0,
+    values = {"train_step": 1, "version": 0, "reward_mean": 0.5, "staleness_mean": 0.0,
               "staleness_max": 0, "wait_s": 0.1}  # fmt: skip
-    made.step(values, {"loss": 0.25})
+    made.step(values, {"loss": 0.25, "accuracy": 0.5})
     made.evaluation({"train_step": 1, "accuracy": 0.75, "num_prompts": 5, "length_mean": 3.0, "seconds": 1.0})
     made.close()
     assert [step for step, _ in wandb.logged] == [1, 1] and wandb.finished

@@ -68,7 +68,7 @@ def status(world: FakeWorld) -> dict:
 
 
 def test_a_run_from_beginning_to_end(go, printed):
-    world = go(checkpoint__every=2, eval__every=3, eval__num_samples=2)
+    world = go(checkpoint__every=2, eval__every=3, eval__num_samples=2, eval__temperature=0.6)
     assert [step.version for step in world.history] == [0, 1, 2, 3, 4, 5]
     assert all(len(step.samples) == 8 for step in world.history)
     assert len(set(samples(world))) == 48

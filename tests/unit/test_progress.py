@@ -17,7 +17,7 @@ from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
 
 STEP = {
-    "train_step": 3, "version": 2, "epoch": 0, "reward_mean": 0.5, "accuracy": 0.25, "num_trajectories": 8,
+    "train_step": 3, "version": 2, "epoch": 0, "reward_mean": 0.5, "num_trajectories": 8,
     "staleness_mean": 1.5, "staleness_max": 2, "wait_s": 0.25,
 }  # fmt: skip
 
@@ -48,17 +48,18 @@ def test_a_batch_in_numbers():
 
     batch = [ReadyGroup(1, 2, "a", (row(5, 1.0), row(3, -0.5))), ReadyGroup(2, 2, "b", (row(5, 0.0), row(-1, 0.5, 0)))]
     assert describe_batch(batch, 5) == {
-        "epoch": 2, "reward_mean": 0.25, "accuracy": 0.5, "num_trajectories": 4,
+        "epoch": 2, "reward_mean": 0.25, "num_trajectories": 4,
         "staleness_mean": pytest.approx(2 / 3), "staleness_max": 2,
     }  # fmt: skip
 
 
 def test_a_step_is_a_record_a_line_and_scalars(progress, lines):
     progress.set_attempt(2)
-    progress.step(STEP, {"loss": 0.125, "tokens_per_s": 1234.0})
+    progress.step(STEP, {"loss": 0.125, "tokens_per_s": 1234.0, "accuracy": 0.25, "reward.math": 0.75})
     (record,) = metrics(progress)
     assert (record["kind"], record["attempt"], record["trainer/loss"]) == ("step", 2, 0.125)
     assert {key: record[key] for key in STEP} == STEP
+    assert (record["accuracy"], record["reward.math"]) == (0.25, 0.75)
     assert len(lines) == 2 and len(lines[0]) == len(lines[1])
     assert lines[1].split()[:4] == ["3", "2", "0.500", "0.250"]
     assert progress._paths.metrics.stat().st_mode & 0o777 == 0o600
@@ -69,7 +70,7 @@ def test_a_step_is_a_record_a_line_and_scalars(progress, lines):
     board.Reload()
     (event,) = board.Scalars("reward_mean")
     assert (event.step, event.value) == (3, 0.5)
-    assert {"staleness_max", "trainer/loss"} <= set(board.Tags()["scalars"])
+    assert {"staleness_max", "trainer/loss", "reward.math"} <= set(board.Tags()["scalars"])
 
 
 def test_an_evaluation_and_an_event_are_lines_of_their_own(progress, lines):
@@ -89,7 +90,7 @@ def test_generated_tokens_are_counted_over_engine_restarts(progress, monkeypatch
     for tokens in (100, 400, 50, 80):  # the third engine counts from 0 again
         progress.rollout_status(2, RolloutStatus(0, 1, 3, 1, tokens, {"samples": 5.0}))
     now[0] = 110.0
-    progress.step(STEP, {})
+    progress.step(STEP, {"accuracy": 0.5})
     assert metrics(progress)[0]["gen_tokens_per_s"] == pytest.approx(48.0)
     assert progress.ranks[2].details["samples"] == 5.0 and progress.ranks[2].details["running"] == 3
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_hpc.analysis.figures import timeline
+from areal_hpc.analysis.figures import parts, timeline
 from areal_hpc.analysis.history import load_history
 from areal_hpc.analysis.page import _faults, _samples, _tiles
 from areal_hpc.analysis.report import write_png
@@ -340,7 +340,18 @@ def test_the_spool_is_sampled(tmp_path, monkeypatch):
     assert spread(range(100), 3) == [0, 50, 99]
 
 
-def test_rewards_by_part_are_sums_over_what_was_read(tmp_path):
+def test_rewards_by_part_are_means_over_all_samples_of_a_step(paths):
+    run = load_run(paths.root)
+    drawn = parts([run])
+    (line,) = drawn.figure.axes[0].lines
+    expected = [[row["reward"] for row, _ in rows] for rows in trained_rows(paths).values()]
+    assert drawn.figure.axes[0].get_ylabel() == "mean of math"
+    assert line.get_ydata() == pytest.approx([sum(rewards) / len(rewards) for rewards in expected])
+    run.history.steps = {step: {} for step in run.steps}
+    assert parts([run]) is None
+
+
+def test_samples_are_of_trained_groups_only(tmp_path):
     paths = RunPaths(tmp_path / "run")
     paths.create()
     config = make_config(tmp_path, model__path="model", model__tokenizer="model")
@@ -354,7 +365,7 @@ def test_rewards_by_part_are_sums_over_what_was_read(tmp_path):
 
     found = load_samples(load_history(paths.root), Trained(step_of={0: (2, 1)}))
     # Group 1 was never trained.
-    assert found.parts == {"math": {2: (1.0, 2)}, "length": {2: (-0.75, 2)}}
+    assert found.num_read == 2 and found.best[0].parts == {"math": 1.0, "length": -0.5}
     assert [shown.reward for shown in found.best] == [1.0] and not found.decoded
 
 
