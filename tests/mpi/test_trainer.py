@@ -26,7 +26,9 @@ def run_peers(
     """`prefix`: a command that the whole world is started under."""
     tp, pp, dp, _ = layout
     ranks = tp * pp * dp
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(HERE)}
+    # This tree's package, wherever another one may be installed.
+    paths = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": paths}
     result = subprocess.run(
         [*prefix, find_mpiexec(), "-n", str(ranks), sys.executable, HERE / "trainer_peers.py", scene, *map(str, layout),
          models, run],
