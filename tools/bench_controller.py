@@ -135,7 +135,7 @@ class Fakes:
                 self._tell(1, WeightsConnected())
             case TrainBatch(manifest=manifest):
                 self.train_step = manifest.train_step
-                self._tell(1, StepDone(manifest.train_step, manifest.version + 1, {"loss": 0.1}))
+                self._tell(1, StepDone(manifest.train_step, manifest.version + 1, {"loss": 0.1, "accuracy": 0.0}))
             case Publish(version=version):
                 self._tell(1, VersionLive(version, {}))
             case SaveCheckpoint():
