@@ -40,9 +40,9 @@ SECOND_END_ID = 257
 
 
 def make_model(
-    folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 2, vocab: int = VOCAB_SIZE + 7
+    folder: Path, *, seed: int = 0, hidden: int = 128, layers: int = 2, vocab: int = VOCAB_SIZE + 7, tied: bool = True
 ) -> Qwen2ForCausalLM:
-    """A tied, random Qwen2 whose answers are long and lively, with the byte tokenizer."""
+    """A random Qwen2, with tied embeddings or not, whose answers are long and lively, with the byte tokenizer."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -53,7 +53,7 @@ def make_model(
             num_key_value_heads=2,
             intermediate_size=2 * hidden,
             max_position_embeddings=1024,
-            tie_word_embeddings=True,
+            tie_word_embeddings=tied,
             bos_token_id=END_ID,
             eos_token_id=END_ID,
             pad_token_id=END_ID,

@@ -43,7 +43,9 @@ def assert_same(left: list[Trajectory], right: list[Trajectory]) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[tuple[Director, torch.nn.Module]]:
     root = tmp_path_factory.mktemp("pair")
-    model = make_model(root / "model")
+    # Untied: the output layer is a tensor of its own. Models elsewhere are tied.
+    model = make_model(root / "model", tied=False)
+    assert "lm_head.weight" in dict(model.named_parameters())
     config = make_config(root / "model", weights__bucket_bytes=50_000, weights__timeout_s=240.0)
     with directing(config, root / "run", num_rollouts=2) as director:
         yield director, model
