@@ -27,8 +27,9 @@ from areal_hpc.spool.shard import read_rows
 
 ROOT = Path(__file__).parents[2]
 ETA, STEPS, BATCH = 2, 6, 64
+REWARD = "tests.stack.run_rewards:parity"
 BASE = [
-    "rewards.fn=tests.stack.run_rewards:parity", f"algorithm.max_staleness={ETA}", f"trainer.batch_size={BATCH}",
+    f"rewards.fn={REWARD}", f"algorithm.max_staleness={ETA}", f"trainer.batch_size={BATCH}",
     "trainer.weight_history=3", "rollout.group_size=8", "rollout.max_num_seqs=32", "eval.batch_prompts=8",
     "trainer.optimizer.lr=1e-3", "run.start_deadline_s=240",
 ]  # fmt: skip
@@ -45,13 +46,18 @@ def make_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def launch(folder: Path, model: Path, *overrides: str, timeout: float = 400.0) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str | Path, timeout: float = 400.0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "areal_hpc.cli", "run", "configs/quickstart.yaml",
-         f"model.path={model}", f"run.folder={folder}", *BASE, *overrides],
+        [sys.executable, "-m", "areal_hpc.cli", *map(str, arguments)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
+
+
+def launch(folder: Path, model: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return command(
+        "run", "configs/quickstart.yaml", f"model.path={model}", f"run.folder={folder}", *BASE, *overrides
+    )
 
 
 def explain(result: subprocess.CompletedProcess[str], folder: Path) -> str:
@@ -120,6 +126,18 @@ def test_every_trained_token_obeys_the_staleness_bound(run):
     assert not result.problems and result.counts["trained"] == STEPS * BATCH // 8
 
 
+def test_accuracy_and_each_reward_are_those_of_the_shards(run):
+    paths, _ = run
+    samples: dict[int, list] = {}
+    for shard in paths.spool.rglob("*.h5"):
+        for trajectory in read_rows(shard):
+            samples.setdefault(trajectory.group_id, []).append(trajectory.reward_parts[REWARD])
+    consumed = {record["train_step"]: record["groups"] for record in read_ledger(paths.ledger) if record["k"] == "consumed"}
+    for record in records(paths, "step"):
+        values = [value for group in consumed[record["train_step"]] for value in samples[group]]
+        assert record["accuracy"] == record[f"reward.{REWARD}"] == pytest.approx(sum(values) / BATCH)
+
+
 def test_log_probabilities_agree_at_equal_weights_in_every_step(run):
     paths, _ = run
     for record in records(paths, "step"):
@@ -143,6 +161,31 @@ def test_the_engines_last_answers_are_those_of_the_exported_weights(run):
         assert tokenizer.decode(tokens, skip_special_tokens=True) == answer["text"]
     start = AutoModelForCausalLM.from_pretrained(read_config(paths.config).model.path)
     assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), language_model.parameters()))
+
+
+def test_export_writes_a_checkpoint_of_two_ranks_as_the_run_did(run, tmp_path):
+    paths, _ = run
+    result = command("export", paths.root, "--step", STEPS, "-o", tmp_path / "exported")
+    assert (result.returncode, result.stdout) == (0, f"wrote {tmp_path / 'exported'}\n"), result.stderr
+    found, expected = tmp_path / "exported", paths.export(STEPS)
+    names = sorted(file.name for file in expected.iterdir())
+    assert sorted(file.name for file in found.iterdir()) == names and "model.safetensors" in names
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def test_eval_of_a_run_finds_what_its_last_evaluation_found(run, tmp_path):
+    paths, _ = run
+    result = command("eval", paths.config, "--model", paths.root, "-o", tmp_path / "answers.jsonl")
+    *_, last = records(paths, "eval")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"mean@1 {last['accuracy']:.3f} over 16 prompts ({paths.export(STEPS)})"
+    found, expected = (
+        [(sample["prompt_id"], sample["text"], sample["reward"], sample["parts"], sample["finish_reason"])
+         for sample in map(json.loads, file.read_text().splitlines())]
+        for file in (tmp_path / "answers.jsonl", paths.evals / f"step-{STEPS:08d}.jsonl")
+    )  # fmt: skip
+    assert sorted(found) == sorted(expected)
 
 
 def test_a_finished_run_is_not_overwritten(run, model):
