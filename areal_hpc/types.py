@@ -18,6 +18,21 @@ PROMPT_VERSION = -1
 """Version stamped on tokens that no policy produced (prompt, observation, tool output)."""
 
 
+ALL_VERSIONS = 2**31 - 1
+"""Newest version that is comparable, where all are."""
+
+
+def distinct_version(version: int, newest: int) -> int:
+    """The stamp under which a token is trained; `newest`: last version that its weights' history
+    shares with that of the weights in training.
+
+    A later version was lost and its number given again to other weights. Mirrored at
+    `newest` it equals no number that is in use, and the version in training minus it is
+    the number of updates between the two weights: back to `newest`, and on from there.
+    """
+    return version if version <= newest else 2 * newest - version
+
+
 class SamplingSpec(msgspec.Struct, frozen=True):
     """How one answer is sampled; lengths in tokens.
 
@@ -150,6 +165,10 @@ class ShardRow(msgspec.Struct, frozen=True):
     finish_reason: str
     checksum: int
 
+    def oldest(self, newest: int = ALL_VERSIONS) -> int:
+        """`distinct_version` of the token that is the farthest from the weights in training."""
+        return min(self.min_version, distinct_version(self.max_version, newest))
+
 
 class ManifestRow(msgspec.Struct, frozen=True):
     """One trajectory of a training batch: row `row` of shard `shards[shard]`.
@@ -172,6 +191,8 @@ class BatchManifest(msgspec.Struct, frozen=True):
     `train_step` counts from 1; `version` is the version being trained from (staleness
     of a sample = version - its min_version). `dp_rows[d]` lists indices into `rows`
     for data-parallel rank d, balanced by token count; every row appears once.
+    `newest_versions[s]` is the newest version in shard s that is still what it was
+    (`distinct_version`); empty where that holds for all.
     """
 
     train_step: int
@@ -180,6 +201,7 @@ class BatchManifest(msgspec.Struct, frozen=True):
     shards: tuple[str, ...]
     rows: tuple[ManifestRow, ...]
     dp_rows: tuple[tuple[int, ...], ...]
+    newest_versions: tuple[int, ...] = ()
 
 
 class EvalSample(msgspec.Struct, frozen=True):

@@ -4,7 +4,8 @@ Reads the ledger in order and the shards, and believes neither the controller no
 journal's summaries:
 - admission: at each admission floor((N_r - 1)/B) <= i + eta (Eq. 3), N_r and i recomputed;
 - staleness: the versions of the tokens in the shards, not those in the journal, are within
-  eta of the version that each sample was trained from;
+  eta of the version that each sample was trained from (by their numbers: samples with tokens
+  of versions that a step back to a checkpoint lost are counted);
 - once: no sample is trained twice in the history that survives, steps follow one another;
 - continued: what a stop cut short and a later attempt finished begins with what was saved;
 - nothing lost: every committed sample was trained, discarded for a reason, or still waits,
@@ -25,6 +26,7 @@ import msgspec
 from areal_hpc.analysis.audit_unfinished import Continued, find_foreign_tokens
 from areal_hpc.analysis.audit_waiting import Batch, Committed, find_forgotten
 from areal_hpc.controller.ledger import LedgerError, read_ledger
+from areal_hpc.controller.surviving import SurvivingVersions
 from areal_hpc.paths import RunPaths
 from areal_hpc.types import ShardRow
 
@@ -65,7 +67,8 @@ def audit_run(root: Path) -> int:
         f"{counts['shards']} shards, {counts['trained']} trained in {counts['steps']} steps, {counts['waiting']} "
         f"waiting, {counts['discarded']} discarded, {counts['dropped']} dropped, {counts['damaged']} damaged "
         f"({counts['unverified']} trained before that); largest staleness {result.max_staleness_seen}; "
-        f"{counts['unfinished']} unfinished answers kept, {counts['continued']} gone on with"
+        f"{counts['unfinished']} unfinished answers kept, {counts['continued']} gone on with; "
+        f"{counts['lost versions']} trained answers have tokens of versions that a step back to a checkpoint lost"
     )
     print("audit failed" if result.problems else "audit passed")
     return 1 if result.problems else 0
@@ -109,12 +112,14 @@ class _Auditor:
         self._last_step = 0
         self._trained: dict[int, tuple[int, int, int, Committed]] = {}
         self._continued: dict[int, Continued] = {}
+        self._surviving = SurvivingVersions()
 
     def take(self, record: dict[str, Any]) -> None:
         kind = record["k"]
         if kind != "run" and self._terms is None:
             self._problem(f"the journal begins with a {kind} record")
             self._terms = _Terms(1, 1, 0, 1)
+        self._surviving.take(record)
         self._starting &= kind in ("damaged", "committed")
         getattr(self, f"_take_{kind}", lambda record: None)(record)
 
@@ -274,6 +279,10 @@ class _Auditor:
         counts["trained"], counts["steps"] = len(self._trained), len({entry[0] for entry in self._trained.values()})
         counts["discarded"] = len(self._committed.keys() & (self._refused | self._too_old.keys()))
         counts["waiting"] = sum(map(self._waits, self._committed))
+        counts["lost versions"] = sum(
+            row.max_version > self._surviving.newest(entry.path)
+            for *_, entry in self._trained.values() for row in entry.rows
+        )  # fmt: skip
         accounted = counts["trained"] + counts["discarded"] + counts["waiting"]
         if accounted != len(self._committed):
             self._problem(f"of {len(self._committed)} committed groups only {accounted} are accounted for")

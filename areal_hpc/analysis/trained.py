@@ -16,9 +16,12 @@ from typing import Any
 
 from areal_hpc.analysis.history import JOURNAL_PREFIX
 from areal_hpc.controller.ledger import parse_line
+from areal_hpc.controller.surviving import SurvivingVersions
+from areal_hpc.types import ALL_VERSIONS, distinct_version
 
 FREQUENT = (b'{"k":"admitted"', b'{"k":"committed"')
 """Kinds that the first pass leaves out without a look: nearly all of a journal."""
+STARTS = (b'{"k":"run"',)
 
 
 @dataclass
@@ -36,8 +39,8 @@ class StepSums:
     """Versions between training and a sample's oldest token -> samples."""
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, row: dict[str, Any], version: int) -> None:
-        """One row of the journal, trained from `version`."""
+    def add(self, row: dict[str, Any], version: int, newest: int = ALL_VERSIONS) -> None:
+        """One row of the journal, trained from `version`; `newest` as in `types.distinct_version`."""
         answer = row["num_loss_tokens"]
         self.num_samples += 1
         self.num_tokens += row["num_tokens"]
@@ -47,7 +50,8 @@ class StepSums:
         self.reward += row["reward"]
         self.lengths[bucket(answer)] += 1
         if answer:
-            self.staleness[version - row["min_version"]] += 1
+            oldest = min(row["min_version"], distinct_version(row["max_version"], newest))
+            self.staleness[version - oldest] += 1
 
 
 @dataclass
@@ -100,24 +104,34 @@ def load_step_of(ledger: Path, last_step: int) -> dict[int, tuple[int, int]]:
     return _first_pass(ledger, last_step)[0].step_of
 
 
-def _first_pass(ledger: Path, last_step: int) -> tuple[Trained, set[tuple[str, int]]]:
-    """What the rare records say; and (shard, group) of what was damaged and answered again."""
-    result = Trained()
+def _first_pass(ledger: Path, last_step: int) -> tuple[Trained, set[tuple[str, int]], SurvivingVersions]:
+    """What the rare records say; (shard, group) of what was damaged and answered again; and the newest
+    surviving version of each attempt, whose number stands for all of its shards."""
+    result, surviving, attempt = Trained(), SurvivingVersions(), 0
     lost: set[tuple[str, int]] = set()
     for record in _records(ledger, result, skip=FREQUENT):
         _follow(result, record, lost)
+        if record["k"] == "run":
+            attempt += 1
+            surviving.take(record)
+            surviving.take({"k": "committed", "path": str(attempt)})
     result.step_of = {group: entry for group, entry in result.step_of.items() if entry[0] <= last_step}
-    return result, lost
+    return result, lost, surviving
 
 
 def load_trained(ledger: Path, last_step: int) -> Trained:
     """Sum up a journal; groups of steps after `last_step` were sent to the trainer and have not come back."""
-    result, lost = _first_pass(ledger, last_step)
+    result, lost, surviving = _first_pass(ledger, last_step)
     steps: dict[int, StepSums] = {}
-    for record in _records(ledger, result, only=FREQUENT):
+    attempt = 0
+    for record in _records(ledger, result, only=FREQUENT + STARTS):
         if record["k"] == "admitted":
             result.num_admitted += 1
             continue
+        if record["k"] == "run":
+            attempt += 1
+            continue
+        newest = min(surviving.newest(str(attempt)), record.get("newest_version", ALL_VERSIONS))
         for group in record["groups"]:
             result.num_answer_tokens_committed += sum(row["num_loss_tokens"] for row in group["rows"])
             entry = result.step_of.get(group["group"])
@@ -125,7 +139,7 @@ def load_trained(ledger: Path, last_step: int) -> Trained:
                 continue
             sums = steps.setdefault(entry[0], StepSums())
             for row in group["rows"]:
-                sums.add(row, entry[1])
+                sums.add(row, entry[1], newest)
     result.steps = dict(sorted(steps.items()))
     return result
 

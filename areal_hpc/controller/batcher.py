@@ -15,23 +15,31 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from areal_hpc.types import BatchManifest, ManifestRow, ShardRow
+from areal_hpc.types import ALL_VERSIONS, BatchManifest, ManifestRow, ShardRow
 
 NEVER_OLD = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class ReadyGroup:
-    """A committed group: rows `rows` of the shard at `path` (relative to the run folder)."""
+    """A committed group: rows `rows` of the shard at `path` (relative to the run folder).
+
+    newest_version: the newest version in it that is still what it was when these answers
+    were made; later ones were lost and given again to other weights (`surviving`).
+    """
 
     group_id: int
     epoch: int
     path: str
     rows: tuple[ShardRow, ...]
+    newest_version: int = ALL_VERSIONS
 
     @property
     def min_version(self) -> int:
-        """Version of the oldest trained token; a group without trained tokens is never too old."""
+        """Version of the oldest trained token; a group without trained tokens is never too old.
+
+        As stamped: what was committed is trained within its bound even if its version was lost.
+        """
         return min((row.min_version for row in self.rows if row.num_loss_tokens), default=NEVER_OLD)
 
     @property
@@ -200,6 +208,7 @@ def make_manifest(groups: list[ReadyGroup], *, train_step: int, version: int, dp
     Rows go longest first to the rank with the fewest tokens; every row goes to one rank.
     """
     shards = {path: index for index, path in enumerate(dict.fromkeys(group.path for group in groups))}
+    newest = {group.path: group.newest_version for group in groups}
     rows = [
         ManifestRow(
             shards[group.path], row.row, row.group_id, row.sample_index, row.num_tokens, row.checksum
@@ -220,4 +229,5 @@ def make_manifest(groups: list[ReadyGroup], *, train_step: int, version: int, dp
         shards=tuple(shards),
         rows=tuple(rows),
         dp_rows=tuple(tuple(share) for share in shares),
+        newest_versions=() if set(newest.values()) == {ALL_VERSIONS} else tuple(newest[path] for path in shards),
     )

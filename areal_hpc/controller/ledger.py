@@ -10,7 +10,8 @@ Kinds and their fields:
                 batch_size, group_size, max_staleness, num_prompts, time,
                 counters (of the attempts before)
     admitted    group, epoch, version (served)
-    committed   path, digest, groups [{group, epoch, rows}]
+    committed   path, digest, groups [{group, epoch, rows}]; newest_version where the attempt before wrote it
+                (`surviving`)
     unfinished  path, digest, groups (as committed)     saved at a stop, to go on with
     continued   group, path, rows, version      granted with these rows of an unfinished shard
     dropped     groups, reason                  given up: their places went back

@@ -44,7 +44,9 @@ class RankSign:
 def describe_batch(batch: list[ReadyGroup], version: int) -> dict[str, Any]:
     """What the groups of a batch trained from `version` say of the step."""
     rows = [row for group in batch for row in group.rows]
-    stale = [version - row.min_version for row in rows if row.num_loss_tokens] or [0]
+    stale = [
+        version - row.oldest(group.newest_version) for group in batch for row in group.rows if row.num_loss_tokens
+    ] or [0]
     return {
         "epoch": batch[0].epoch,
         "reward_mean": sum(row.reward for row in rows) / len(rows),

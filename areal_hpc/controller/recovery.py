@@ -15,15 +15,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from areal_hpc.controller.batcher import ReadyGroup, split_groups
 from areal_hpc.controller.ledger import Ledger
+from areal_hpc.controller.surviving import SurvivingVersions
 from areal_hpc.paths import RunPaths
-from areal_hpc.types import ShardRow
+from areal_hpc.types import ALL_VERSIONS, ShardRow
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Recovered:
     consumed. in_flight: ids of groups that were admitted and have no result, to be asked
     again. consumed: group id -> training step. digests: of every shard in the journal; gone: those
     that were found damaged or missing. num_returned: groups consumed after the checkpoint, available
-    again. evaluated: steps.
+    again. evaluated: steps. newest_version: the newest one that the attempt before shares with this one.
     """
 
     attempt: int = 0
@@ -62,13 +63,16 @@ class Recovered:
     digests: dict[str, str] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     num_returned: int = 0
+    newest_version: int = ALL_VERSIONS
     evaluated: set[int] = field(default_factory=set)
     num_dropped: int = 0
 
 
-def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recovered:
-    """What a run that goes on from the checkpoint of `train_step` finds in its journal. Pure."""
-    state = Recovered()
+def replay_ledger(
+    records: Iterable[dict[str, Any]], train_step: int, settings: dict[str, Any] | None = None
+) -> Recovered:
+    """What a run that goes on from the checkpoint of `train_step` with `settings` finds in its journal. Pure."""
+    state, surviving = Recovered(), SurvivingVersions()
     admitted: set[int] = set()
     committed: dict[int, tuple[str, dict[str, Any]]] = {}
     refused: set[int] = set()
@@ -87,6 +91,7 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
         }  # fmt: skip
 
     for record in records:
+        surviving.take(record)
         match record["k"]:
             case "run":
                 state.attempt, state.data = record["attempt"], record["data"]
@@ -127,12 +132,15 @@ def replay_ledger(records: Iterable[dict[str, Any]], train_step: int) -> Recover
                 evaluated[record["train_step"]] = record["train_step"]
     num_consumed = len(state.consumed)
     go_back(train_step)
+    surviving.take({"k": "run", "train_step": train_step, "settings": settings or {}})
+    state.newest_version = surviving.unannounced
     state.num_returned = num_consumed - len(state.consumed)
     state.evaluated = set(evaluated)
     gone = refused | discarded.keys() | state.consumed.keys()
     state.ready = {
-        group_id: _ready(path, group) for group_id, (path, group) in committed.items() if group_id not in gone
-    }
+        group_id: replace(_ready(path, group), newest_version=surviving.newest(path))
+        for group_id, (path, group) in committed.items() if group_id not in gone
+    }  # fmt: skip
     state.in_flight = sorted(admitted - committed.keys() - gone)
     state.unfinished = {group: state.unfinished[group] for group in state.in_flight if group in state.unfinished}
     return state
@@ -243,13 +251,14 @@ def adopt_orphans(
             quarantine(path, paths.quarantine, str(error))
             continue
         groups = [
-            ReadyGroup(group_id, group_id // num_prompts, relative, rows)
+            ReadyGroup(group_id, group_id // num_prompts, relative, rows, state.newest_version)
             for group_id, rows in split_groups(info.rows).items()
             if group_id in wanted and len(rows) == group_size
         ]
         if not groups:
             continue
-        ledger.add("committed", **committed_record(relative, info.digest, groups))
+        record = committed_record(relative, info.digest, groups)
+        ledger.add("committed", **record, newest_version=state.newest_version)
         state.digests[relative] = info.digest
         state.gone.discard(relative)
         state.ready |= {group.group_id: group for group in groups}

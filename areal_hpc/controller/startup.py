@@ -131,9 +131,9 @@ def open_ledger(
     config: Config, paths: RunPaths, prompts: PromptSets, train_step: int, progress: Progress
 ) -> tuple[Ledger, Recovered]:
     """Read the journal of earlier attempts, look after their shards and begin this attempt."""
-    state = replay_ledger(read_ledger(paths.ledger, repair=True), train_step)
-    ledger = Ledger(paths.ledger)
     identity, values, num_prompts = prompts_identity(config, prompts), settings(config), len(prompts.train)
+    state = replay_ledger(read_ledger(paths.ledger, repair=True), train_step, values)
+    ledger = Ledger(paths.ledger)
     changes = describe_changes(state.settings, values) if state.settings else []
     restarted = bool(state.data) and state.data != identity
     if restarted:
@@ -170,9 +170,13 @@ def open_ledger(
         num_adopted = adopt_orphans(
             state, ledger, paths, run_id, group_size=config.rollout.group_size, num_prompts=num_prompts
         )
+        num_mixed = sum(
+            row.max_version > group.newest_version for group in state.ready.values() for row in group.rows
+        )
         progress.event(
             f"attempt {state.attempt} goes on from step {train_step}: {len(state.ready)} groups ready "
-            f"({state.num_returned} of them consumed after the checkpoint, {num_adopted} found in the spool), "
+            f"({state.num_returned} of them consumed after the checkpoint, {num_adopted} found in the spool; {num_mixed} "
+            "answers have tokens of versions that are made anew), "
             f"{len(state.in_flight)} asked again ({num_lost} of them damaged, {len(state.unfinished)} with unfinished "
             "answers to go on with)"
         )

@@ -7,7 +7,7 @@ each step's manifest of it: the very manifest that the run's trainers were sent.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from areal_hpc.config.changes import describe_changes
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.batcher import ReadyGroup, make_manifest
 from areal_hpc.controller.selection import keep_group
+from areal_hpc.controller.surviving import SurvivingVersions
 from areal_hpc.types import BatchManifest, ShardRow
 
 
@@ -50,10 +51,12 @@ def read_history(records: Iterable[dict[str, Any]], last_step: int | None) -> Hi
     """
     history = History()
     committed: dict[int, ReadyGroup] = {}
+    surviving = SurvivingVersions()
     steps: dict[int, RecordedStep] = {}
     before: dict[str, Any] = {}
     live = 0
     for record in records:
+        surviving.take(record)
         match record["k"]:
             case "run":
                 live = record["train_step"]
@@ -67,7 +70,8 @@ def read_history(records: Iterable[dict[str, Any]], last_step: int | None) -> Hi
                     rows = tuple(msgspec.convert(row, ShardRow) for row in group["rows"])
                     committed[group["group"]] = ReadyGroup(group["group"], group["epoch"], record["path"], rows)
             case "consumed":
-                groups = tuple(committed[group] for group in record["groups"])
+                chosen = [committed[group] for group in record["groups"]]
+                groups = tuple(replace(group, newest_version=surviving.newest(group.path)) for group in chosen)
                 steps[record["train_step"]] = RecordedStep(record["train_step"], record["version"], groups)
             case "unconsumed":
                 del steps[record["train_step"]]

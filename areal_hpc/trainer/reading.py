@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from areal_hpc.paths import RunPaths
 from areal_hpc.spool.shard import ShardError, read_rows
-from areal_hpc.types import BatchManifest, Trajectory
+from areal_hpc.types import ALL_VERSIONS, BatchManifest, Trajectory, distinct_version
 
 
 class BatchDamaged(Exception):
@@ -29,7 +30,8 @@ def read_batch(manifest: BatchManifest, paths: RunPaths, run_id: str) -> list[Tr
     """All trajectories of the batch in the manifest's order. Raises BatchDamaged.
 
     Every rank reads all rows: rewards of whole groups are needed everywhere, and a batch
-    is small beside what the forward pass moves.
+    is small beside what the forward pass moves. Versions that were lost and given again
+    are moved away from those in use (`types.distinct_version`).
     """
     by_shard: dict[int, list[int]] = defaultdict(list)
     for place, row in enumerate(manifest.rows):
@@ -60,10 +62,21 @@ def read_batch(manifest: BatchManifest, paths: RunPaths, run_id: str) -> list[Tr
                     f"{row.checksum:08x} was announced, the shard holds group {trajectory.group_id} with "
                     f"{trajectory.checksum:08x}"
                 )
-            found[place] = trajectory
+            newest = manifest.newest_versions[shard] if manifest.newest_versions else ALL_VERSIONS
+            found[place] = keep_apart(trajectory, newest)
     if damaged:
         raise BatchDamaged(damaged)
     return [found[place] for place in range(len(manifest.rows))]
+
+
+def keep_apart(trajectory: Trajectory, newest: int) -> Trajectory:
+    """With `distinct_version` as the version of each trained token."""
+    lost = (trajectory.versions > newest) & (trajectory.loss_mask != 0)
+    if not lost.any():
+        return trajectory
+    versions = trajectory.versions.copy()
+    versions[lost] = [distinct_version(version, newest) for version in versions[lost].tolist()]
+    return replace(trajectory, versions=versions)
 
 
 def read_together(manifest: BatchManifest, paths: RunPaths, run_id: str, device: torch.device) -> list[Trajectory]:

@@ -52,7 +52,16 @@ from areal_hpc.rewards.right import describe_answers
 from areal_hpc.spool.shard import ShardWriter, read_rows
 from areal_hpc.stop import StopFlag
 from areal_hpc.telemetry import Telemetry
-from areal_hpc.types import PROMPT_VERSION, BatchManifest, EvalSample, Lease, Trajectory, unfinished_run_id
+from areal_hpc.types import (
+    ALL_VERSIONS,
+    PROMPT_VERSION,
+    BatchManifest,
+    EvalSample,
+    Lease,
+    Trajectory,
+    distinct_version,
+    unfinished_run_id,
+)
 
 
 class Crash(BaseException):
@@ -113,6 +122,8 @@ class Trained:
     version: int
     samples: list[tuple[int, int]]
     min_versions: list[int]
+    staleness: list[int]
+    """As the real trainer counts it: lost versions kept apart."""
     manifest: BatchManifest
 
 
@@ -400,7 +411,7 @@ class FakeWorld:
             shard = self.random.choice(manifest.shards)
             self._answer_later(1, BatchRefused(manifest.train_step, {shard: "it is missing"}))
             return
-        samples, min_versions, answers = [], [], []
+        samples, min_versions, staleness, answers = [], [], [], []
         for row in manifest.rows:
             path = self.paths.resolve_inside(manifest.shards[row.shard])
             (sample,) = read_rows(path, [row.row], run_id=self.config.run.name)
@@ -409,7 +420,10 @@ class FakeWorld:
             )
             samples.append((sample.group_id, sample.sample_index))
             min_versions.append(sample.min_version)
+            newest = manifest.newest_versions[row.shard] if manifest.newest_versions else ALL_VERSIONS
+            stamps = [distinct_version(version, newest) for version in sample.versions[1:].tolist()]
+            staleness.append(manifest.version - min(stamps))
             answers.append((sample.reward, sample.reward_parts))
-        self.history.append(Trained(manifest.version, samples, min_versions, manifest))
+        self.history.append(Trained(manifest.version, samples, min_versions, staleness, manifest))
         metrics = {"loss": 0.5, "tokens_per_s": 9.0, **describe_answers(self.config.rewards, answers)}
         self._answer_later(1, StepDone(manifest.train_step, manifest.version + 1, metrics))

@@ -220,7 +220,7 @@ def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path):
     for step, seen in enumerate(world.history, 1):
         sums = run.trained.steps[step]
         assert sums.num_samples == len(seen.samples)
-        assert sums.staleness == Counter(seen.version - low for low in seen.min_versions)
+        assert sums.staleness == Counter(seen.staleness)
     page = Page(_tiles(run) + _faults(run))
     assert "in 48 samples" in page.text and "attempt 2 goes on from step" in page.text
     assert "run time in 2 starts" in page.text and f"started again from step {first}, " in page.text
@@ -228,7 +228,8 @@ def test_of_a_step_that_was_trained_twice_the_later_one_counts(tmp_path):
 
 def test_what_no_later_attempt_trained_again_does_not_count(tmp_path):
     def rows(group: int) -> list[dict]:
-        return [{"num_tokens": 9, "num_loss_tokens": group, "finish_reason": "stop", "reward": 1.0, "min_version": 0}]
+        return [{"num_tokens": 9, "num_loss_tokens": group, "finish_reason": "stop", "reward": 1.0,
+                 "min_version": 0, "max_version": 0}]
 
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.add("run", attempt=1, train_step=0)
