@@ -127,7 +127,7 @@ def test_of_a_step_that_is_trained_again_tensorboard_shows_the_later_one(tmp_pat
         made = Progress(paths, ranks={})
         made.set_attempt(attempt, first)
         for step in range(first + 1, last + 1):
-            made.step({**base, "train_step": step, "reward_mean": float(attempt), "accuracy": 0.5}, {})
+            made.step({**base, "train_step": step, "reward_mean": float(attempt)}, {"accuracy": 0.5})
         made.evaluation({"train_step": last, "accuracy": attempt / 4, "num_prompts": 5, "length_mean": 3.0,
                          "seconds": 1.0})  # fmt: skip
         made.close()
