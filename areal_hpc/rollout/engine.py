@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from areal_hpc.config.schema import Config, Device, KvOnUpdate, OnUpdate
+from areal_hpc.rollout.deadline import deadline
 from areal_hpc.rollout.environment import derive_seed, engine_environment
+from areal_hpc.rollout.gauges import EngineGauges, gauge_logger
 from areal_hpc.rollout.generation import Generation, join, to_generation
-from areal_hpc.rollout.invariance import INVARIANCE, check_invariance
+from areal_hpc.rollout.invariance import INVARIANCE, NotInvariant, check_invariance
 from areal_hpc.types import SamplingSpec
 from areal_hpc.weights.transfer import resolve_backend
 
@@ -30,24 +32,13 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 CUT_POLL_S = 0.02
 
+
 class EngineDied(RuntimeError):
     """The engine's processes are gone (or about to be): restart it, ask again."""
 
 
 class PromptTooLong(ValueError):
     """No room for a single new token in model.max_context."""
-
-
-class EngineGauges:
-    """What the engine reported last; written by vLLM's output handler, read by the loop."""
-
-    def __init__(self) -> None:
-        self.num_running = 0
-        self.num_waiting = 0
-        self.generated_tokens = 0
-        self.prompt_tokens = 0
-        self.cached_prompt_tokens = 0
-        self.last_progress = time.monotonic()
 
 
 class RolloutEngine:
@@ -63,6 +54,7 @@ class RolloutEngine:
         self._log = log
         self._llm: AsyncLLM | None = None
         self._processes: list[Any] = []
+        self._admitted = asyncio.Event()
         self._resumed = asyncio.Event()
         self._death = asyncio.Event()
         self.gauges = EngineGauges()
@@ -75,21 +67,35 @@ class RolloutEngine:
     # -- life ----------------------------------------------------------------------
 
     async def start(self, version: int = 0) -> None:
-        """Load model.path and label it `version`; raises EngineDied if the engine does not come up."""
+        """Load model.path and label it `version`; answers wait until `admit`.
+
+        Raises EngineDied if the engine does not come up, NotInvariant if its answers do not
+        keep what run.deterministic promises.
+        """
         self.gauges.last_progress = time.monotonic()
         self._death = asyncio.Event()
         self._staged = False
         try:
             self._llm = await asyncio.to_thread(self._construct)
             self._processes = _all_processes(self._llm)
-            await self.set_version(version)
-            await self._warm_up()
+            # vLLM keeps a deadline of its own until here.
+            async with deadline(self._config.run.start_deadline_s, "answer its first requests"):
+                await self.set_version(version)
+                await self._warm_up()
+                if self._config.run.deterministic:
+                    await check_invariance(self._answer, self._config.model.max_context)
+        except NotInvariant:
+            self.kill()
+            raise
         except Exception as error:
             self.kill()
             raise EngineDied(f"the engine did not start: {error}") from error
-        if self._config.run.deterministic:
-            await check_invariance(self._answer, self._config.model.max_context)
         self._resumed.set()
+
+    def admit(self) -> None:
+        """The weights are the right ones: let answers begin."""
+        self.gauges.last_progress = time.monotonic()
+        self._admitted.set()
 
     async def _warm_up(self) -> None:
         """The first requests take seconds (kernels are prepared): not while somebody waits."""
@@ -100,6 +106,7 @@ class RolloutEngine:
     def kill(self) -> None:
         """End every process of the engine at once; they answer to nothing gentler (see environment)."""
         self._death.set()
+        self._admitted.clear()
         for process in self._processes:
             _kill(process)
         llm, self._llm = self._llm, None
@@ -116,6 +123,11 @@ class RolloutEngine:
             and not self._llm.errored
             and all(process.is_running() and process.status() != "zombie" for process in self._processes)
         )
+
+    @property
+    def died(self) -> bool:
+        """It was there and is no more; False while its processes are being started."""
+        return self._llm is not None and not self.alive
 
     @property
     def pids(self) -> list[int]:
@@ -136,7 +148,7 @@ class RolloutEngine:
         The budget is what fits: at most max_new_tokens, at most the rest of the context,
         interruptions included. `begun` is the beginning of the answer, from an earlier run.
         Ends with finish_reason abort after `cut_short`. Raises PromptTooLong, and EngineDied
-        when the engine goes.
+        when the engine goes. While a new engine is prepared, waits for it.
         """
         budget = min(sampling.max_new_tokens, self._config.model.max_context - len(token_ids))
         if budget < 1:
@@ -164,6 +176,10 @@ class RolloutEngine:
                 return join(parts, "abort")
             if done >= budget:
                 return join(parts, "length")
+            if not self._admitted.is_set():
+                # A new engine holds the model's first weights until those that serve are restored.
+                await self._unless_dead(self._admitted.wait())
+                continue
             part = await self._answer(
                 token_ids + [int(token) for part in parts for token in part.token_ids],
                 replace_budget(sampling, budget - done),
@@ -277,6 +293,11 @@ class RolloutEngine:
                 ("update_weights", {"update_info": {"abandon": True}}), ("finish_weight_update", {})
             )
 
+    async def clear_cache(self) -> None:
+        """Forget the KV of all prefixes; RuntimeError while a request holds some."""
+        if not await self._unless_dead(self._require().reset_prefix_cache()):
+            raise RuntimeError("the engine did not clear its prefix cache")
+
     async def set_version(self, version: int) -> None:
         await self._unless_dead(self._require().update_weight_version(str(version)))
         self.version = version
@@ -295,7 +316,8 @@ class RolloutEngine:
         death = asyncio.ensure_future(self._death.wait())
         try:
             await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            # An engine that was ended may have answered just before, or with an error of its own.
+            if death.done() and not (work.done() and not work.cancelled() and work.exception() is None):
                 raise EngineDied("the engine was ended")
             return work.result()
         finally:
@@ -320,7 +342,7 @@ class RolloutEngine:
 
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._config, self._index)),
-                stat_loggers=[_gauge_logger(self.gauges)],
+                stat_loggers=[gauge_logger(self.gauges)],
             )
 
 
@@ -359,29 +381,6 @@ def engine_arguments(config: Config, index: int) -> dict[str, Any]:
 
 def replace_budget(sampling: SamplingSpec, max_new_tokens: int) -> SamplingSpec:
     return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens)
-
-
-def _gauge_logger(gauges: EngineGauges) -> Any:
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class GaugeLogger(StatLoggerBase):
-        def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
-            pass
-
-        def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
-            if scheduler_stats is not None:
-                gauges.num_running = scheduler_stats.num_running_reqs
-                gauges.num_waiting = scheduler_stats.num_waiting_reqs
-                gauges.prompt_tokens += scheduler_stats.prefix_cache_stats.queries
-                gauges.cached_prompt_tokens += scheduler_stats.prefix_cache_stats.hits
-            if iteration_stats is not None:
-                gauges.generated_tokens += iteration_stats.num_generation_tokens
-                gauges.last_progress = time.monotonic()
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return GaugeLogger
 
 
 def _all_processes(llm: AsyncLLM) -> list[Any]:

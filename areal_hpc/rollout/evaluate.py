@@ -125,6 +125,7 @@ async def _evaluate_alone(config: Config, model_path: Path) -> list[EvalSample]:
         try:
             async with RewardService(config.rewards) as rewards:
                 await engine.start()
+                engine.admit()
                 encoder = PromptEncoder(load_tokenizer(tokenizer), config.data)
                 services = Services(config, engine, rewards, encoder)
                 workflow = load_workflow(config.rollout.workflow, dict(config.rollout.workflow_options))

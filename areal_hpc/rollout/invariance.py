@@ -30,10 +30,14 @@ PROBES = 12
 """Answers that are compared."""
 
 
+class NotInvariant(RuntimeError):
+    """The engine's answers depend on their company: run.deterministic cannot be kept."""
+
+
 async def check_invariance(
     answer: Callable[[list[int], SamplingSpec, str, int], Awaitable[Generation]], max_context: int
 ) -> None:
-    """Answer some prompts one by one and all at once, and some in two pieces; RuntimeError if a bit differs."""
+    """Answer some prompts one by one and all at once, and some in two pieces; NotInvariant if a bit differs."""
     prompts = [[1 + (7 * n + k) % 97 for k in range(min(5 + 13 * n, max_context - 1))] for n in range(PROBES)]
     specs = [SamplingSpec(min(8 + n, max_context - len(prompt))) for n, prompt in enumerate(prompts)]
     calls = list(enumerate(zip(prompts, specs, strict=True)))
@@ -41,7 +45,7 @@ async def check_invariance(
     together = await asyncio.gather(*[answer(prompt, spec, f"together-{n}", n) for n, (prompt, spec) in calls])
     for number, (one, other) in enumerate(zip(alone, together, strict=True)):
         if not _same(one, other):
-            raise RuntimeError(
+            raise NotInvariant(
                 f"run.deterministic=true: on this hardware the engine's answer {number} of {PROBES} depends on what "
                 "is computed beside it: set run.deterministic=false or rollout.max_num_seqs=1"
             )
@@ -53,7 +57,7 @@ async def check_invariance(
         rest = msgspec.structs.replace(greedy, max_new_tokens=len(whole.token_ids) - half)
         again = await answer(prompt + whole.token_ids[:half].tolist(), rest, f"again-{n}", n)
         if not _same(again, whole.from_token(half)):
-            raise RuntimeError(
+            raise NotInvariant(
                 f"run.deterministic=true: on this hardware the engine's answer {n} of {PROBES} is another when it is "
                 "computed again after an interruption: set run.deterministic=false"
             )

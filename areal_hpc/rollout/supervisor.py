@@ -1,8 +1,9 @@
 """Keeps one engine running: notices death and hangs, restarts it with the committed weights.
 
-Called by the rollout's loop at every turn (`watch`). A restart runs beside the loop;
-while it does, `ready` is cleared and callers of the old engine get EngineDied. Too many
-failures in too short a time end the run, with the engine's own last words.
+Called by the rollout's loop at every turn (`watch`). A restart runs beside the loop and is
+watched itself; while it does, `ready` is cleared and callers of the old engine get
+EngineDied. Too many failures in too short a time end the run, with the engine's own last
+words.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class EngineSupervisor:
     async def start(self) -> None:
         """First start; raises EngineFailures if the engine does not come up."""
         try:
-            await self._engine.start()
-            await self._updates.restore()
+            await self._bring_up()
         except EngineDied as error:
             raise EngineFailures(self._last_words(str(error))) from error
         self.ready.set()
@@ -94,11 +94,25 @@ class EngineSupervisor:
         self._cause = cause
         self._engine.kill()
         self._updates.engine_lost()
-        self._restart = asyncio.create_task(self._start_again())
+        self._restart = asyncio.create_task(self._bring_up())
 
-    async def _start_again(self) -> None:
+    async def _bring_up(self) -> None:
+        """An engine that serves the committed weights; EngineDied where that fails."""
+        work = asyncio.create_task(self._start_and_restore())
+        while not work.done():
+            await asyncio.wait({work}, timeout=WATCH_INTERVAL_S)
+            if not work.done() and self._engine.died:
+                # vLLM leaves calls to a process that was killed without an answer.
+                self._engine.kill()
+        work.result()
+
+    async def _start_and_restore(self) -> None:
         await self._engine.start()
-        await self._updates.restore()
+        try:
+            await self._updates.restore()
+        except Exception as error:  # whatever it was, a new engine may do better
+            self._engine.kill()
+            raise EngineDied(f"its weights could not be restored: {error}") from error
 
     def _finish_restart(self) -> str:
         assert self._restart is not None

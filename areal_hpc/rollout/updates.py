@@ -3,7 +3,8 @@
 `EngineUpdates` answers the trainer lead's WeightCalls for one engine, one after the
 other. It owns the stages (two memfds, used in turn) and remembers what the engine
 serves: the committed update can be loaded again at any time, into this engine when a
-publication is abandoned, into a new one when this one died.
+publication is abandoned, into a new one when this one died. An engine that dies between
+its finish and the commit changes neither: what it had loaded is still staged here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from areal_hpc.config.schema import Config
 from areal_hpc.messages import WeightCall, WeightReturn
+from areal_hpc.rollout.deadline import deadline
 from areal_hpc.rollout.engine import EngineDied, RolloutEngine
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.weights.stage import CONTROL_BYTES, Stage, TransferControl
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 TRANSFER_POLL_S = 0.001
 CANCEL_GRACE_S = 10.0
 """An engine that is still busy with a cancelled transfer after this is ended."""
+TRANSFER_CALLS = ("init_weight_transfer_engine", "update_weights")
+"""Calls in which an engine waits for the trainer; in others it is busy with itself."""
 
 SERVE_DEADLINE_S = 30.0
 """To resume takes milliseconds; an engine that needs longer is stuck."""
@@ -48,6 +52,10 @@ class _Update:
     info: dict[str, Any] | None = None
     paused: bool = False
     loaded: bool = False
+    finished: bool = False
+    """The trainer was told that it is loaded and may decide for it."""
+    lost: bool = False
+    """The engine that had loaded it is gone."""
     timings: dict[str, float] = field(default_factory=dict)
     pause_start: float = 0.0
 
@@ -68,6 +76,7 @@ class EngineUpdates:
         self._aliases = tied_names(Path(config.model.path))
         self._served = Served(0, {"folder": config.model.path, "receive": False, "aliases": self._aliases})
         self._update: _Update | None = None
+        self._current_call = ""
         self._connected = False
         self._serving = asyncio.Event()
 
@@ -78,21 +87,34 @@ class EngineUpdates:
     @property
     def in_progress(self) -> bool:
         """An update is under way: no tokens for a while is no sign of a hang."""
-        return self._update is not None
+        return self._update is not None and not self._update.lost
 
     async def restore(self) -> None:
-        """Give a freshly started engine the committed weights, then let calls reach it."""
-        if self._served.version > 0:
-            await self._load_served()
-        else:
-            await self._engine.set_version(0)
+        """Give a freshly started engine the committed weights, then let requests and calls reach it.
+
+        Raises TimeoutError after weights.timeout_s, and whatever the engine raises.
+        """
+        loaded: Served | None = None
+        async with deadline(self._timeout_s, "load the weights that serve"):
+            # A commit does not wait for this: it may name others meanwhile.
+            while loaded is not self._served:
+                loaded = self._served
+                if loaded.version > 0:
+                    await self._load_served()
+                    await self._engine.clear_cache()
+                else:
+                    await self._engine.set_version(0)
+        self._engine.admit()
         self._serving.set()
 
     def engine_lost(self) -> None:
-        """The engine is gone: what it had loaded but not committed is gone too."""
+        """The engine is gone, and an update that it was busy with; one that it had finished is staged here."""
         self._serving.clear()
         self._connected = False
-        self._update = None
+        if self._update is not None and self._update.finished:
+            self._update.lost = True
+        else:
+            self._update = None
 
     async def handle(self, call: WeightCall) -> WeightReturn:
         """Answer one call; errors travel in the answer."""
@@ -100,20 +122,23 @@ class EngineUpdates:
             await self._cancel_transfer()
         try:
             async with self._lock:
-                if not self._engine.alive and call.method != "commit":
-                    # Not noticed yet: the restart is worth waiting for, or every attempt to
-                    # publish would fail within the same moment. A commit restarts by itself.
-                    self._serving.clear()
-                try:
-                    await asyncio.wait_for(self._serving.wait(), self._timeout_s)
-                except TimeoutError:
-                    raise TimeoutError(f"the engine did not serve again within {self._timeout_s:g} s") from None
+                self._current_call = call.method
+                if call.method != "commit":
+                    await self._until_serving()
                 result = await getattr(self, f"_on_{call.method}")(json.loads(call.payload))
             return WeightReturn(call.call_id, self._role_rank, json.dumps(result), "")
         except Exception as error:  # whatever went wrong here, the trainer has to hear of it
             logger.warning("weight call %s failed: %s", call.method, error)
             text = " ".join(str(error).split()) or type(error).__name__
             return WeightReturn(call.call_id, self._role_rank, "", text[:2000])
+
+    async def _until_serving(self) -> None:
+        """A restart is worth waiting for, or every attempt to publish would fail within the same moment."""
+        if not self._engine.alive:
+            # Not noticed yet.
+            self._serving.clear()
+        async with deadline(self._timeout_s, "serve again"):
+            await self._serving.wait()
 
     # -- the calls, in the order of a publication ----------------------------------
 
@@ -153,28 +178,37 @@ class EngineUpdates:
         update = self._expect_update()
         if update.info is None or int(payload["version"]) != update.version:
             raise RuntimeError(f"version {payload['version']} is not what was staged")
-        update.pause_start = time.perf_counter()
+        update.pause_start = paused = time.perf_counter()
         update.paused = True
-        await self._engine.pause()
-        paused = time.perf_counter()
-        update.loaded = True
         try:
-            await self._engine.load_weights()
-        except Exception:
-            # Part of the model is new, part is old: no way back but a new engine.
-            self._engine.kill()
+            async with deadline(self._timeout_s, "pause and load the weights"):
+                await self._engine.pause()
+                paused = time.perf_counter()
+                update.loaded = True
+                await self._engine.load_weights()
+        except Exception as error:
+            if update.loaded:
+                # Part of the model is new, part is old: no way back but a new engine.
+                self._end_engine(error)
             raise
+        self._expect_update()
         update.timings["pause_s"] = paused - update.pause_start
         update.timings["load_s"] = time.perf_counter() - paused
+        update.finished = True
         return {}
 
     async def _on_commit(self, payload: dict[str, Any]) -> dict[str, Any]:
         update = self._expect_update()
-        assert update.info is not None
+        assert update.finished and update.info is not None
         # The decision is made: an engine that dies from here on is restarted with these weights.
         self._served = Served(update.version, update.info)
+        if not update.lost:
+            await self._serve()
+        elif self._serving.is_set():
+            update.lost = False
+            await self._change_over()
+        # Else the restart that is under way ends with these weights.
         self._update = None
-        await self._serve()
         update.timings["pause_to_resume_s"] = time.perf_counter() - update.pause_start
         self._telemetry.record_span(
             "rollout.update", time.time() - update.timings["pause_to_resume_s"],
@@ -189,11 +223,11 @@ class EngineUpdates:
 
     async def _transfer_end(self) -> None:
         """Wait until the transfer is over; RuntimeError with its error."""
-        deadline = time.monotonic() + self._timeout_s
+        end = time.monotonic() + self._timeout_s
         while (error := self._control.outcome(self._attempt)) is None:
             if not self._serving.is_set():
                 raise EngineDied("the engine died during the transfer")
-            if time.monotonic() > deadline:
+            if time.monotonic() > end:
                 raise TimeoutError(f"the transfer of weights did not end in {self._timeout_s:.0f} s")
             await asyncio.sleep(TRANSFER_POLL_S)
         if error:
@@ -207,12 +241,15 @@ class EngineUpdates:
         return self._update
 
     async def _cancel_transfer(self) -> None:
-        """Free an engine that waits for buckets which will not come."""
-        deadline = time.monotonic() + CANCEL_GRACE_S
+        """Free an engine that waits for buckets which will not come.
+
+        One that drains or loads is let alone: it does that within a deadline of its own.
+        """
+        end = time.monotonic() + CANCEL_GRACE_S
         while self._lock.locked() and self._serving.is_set():
             # At every turn: the call that is cancelled may only just be starting.
             self._control.cancel(self._attempt)
-            if time.monotonic() > deadline:
+            if self._current_call in TRANSFER_CALLS and time.monotonic() > end:
                 logger.error("the engine does not come back from a cancelled transfer")
                 self._engine.kill()
                 return
@@ -224,15 +261,25 @@ class EngineUpdates:
         if update is None:
             return
         self._renew_free_stage()
+        if update.lost:
+            # The engine that came after it has never seen the update.
+            return
         try:
-            await self._engine.unstage_weights()
-            if update.loaded:
-                await self._load_served()
-        except Exception:
-            self._engine.kill()
+            async with deadline(self._timeout_s, "go back to the version before"):
+                await self._engine.unstage_weights()
+                if update.loaded:
+                    await self._load_served()
+        except Exception as error:
+            self._end_engine(error)
             raise
         if update.paused:
             await self._serve()
+
+    def _end_engine(self, error: Exception) -> None:
+        """After an error that leaves the engine of no use: the supervisor starts a new one."""
+        # One that died may have been replaced by now: that one is not to be ended.
+        if not isinstance(error, EngineDied):
+            self._engine.kill()
 
     async def _load_served(self) -> None:
         await self._engine.stage_weights(self._served.info)
@@ -242,12 +289,25 @@ class EngineUpdates:
     async def _serve(self) -> None:
         """Resume under the committed version; an engine that cannot is restarted with it."""
         try:
-            async with asyncio.timeout(SERVE_DEADLINE_S):
+            async with deadline(SERVE_DEADLINE_S, "resume"):
                 await self._engine.set_version(self._served.version)
                 await self._engine.resume()
-        except (EngineDied, TimeoutError):
-            logger.warning("the engine failed as version %d went live", self._served.version)
-            self._engine.kill()
+        except Exception as error:
+            logger.warning("the engine failed as version %d went live: %s", self._served.version, error)
+            self._end_engine(error)
+
+    async def _change_over(self) -> None:
+        """Load the committed weights into an engine that serves those before; else it is restarted with them."""
+        try:
+            # The trainer waits weights.timeout_s for the commit's answer.
+            async with deadline(self._timeout_s / 2, "change over to the new weights"):
+                await self._engine.pause()
+                await self._load_served()
+        except Exception as error:
+            logger.warning("the engine failed before version %d went live: %s", self._served.version, error)
+            self._end_engine(error)
+            return
+        await self._serve()
 
     def _free_stage(self) -> Stage:
         served = self._served.info.get("stage")

@@ -133,6 +133,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.alive = True
+        self.died = False
         self.gauges = EngineGauges()
         self.num_in_flight = 0
         self.num_starts = 0

@@ -1,0 +1,42 @@
+"""What an engine last reported of itself: written by vLLM's output handler, read by the loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class EngineGauges:
+    """Counts since the rank's start, engines that were restarted included; `last_progress` is monotonic time."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self.generated_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        self.last_progress = time.monotonic()
+
+
+def gauge_logger(gauges: EngineGauges) -> Any:
+    """A vLLM stat logger class that writes `gauges`."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class GaugeLogger(StatLoggerBase):
+        def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
+            if scheduler_stats is not None:
+                gauges.num_running = scheduler_stats.num_running_reqs
+                gauges.num_waiting = scheduler_stats.num_waiting_reqs
+                gauges.prompt_tokens += scheduler_stats.prefix_cache_stats.queries
+                gauges.cached_prompt_tokens += scheduler_stats.prefix_cache_stats.hits
+            if iteration_stats is not None:
+                gauges.generated_tokens += iteration_stats.num_generation_tokens
+                gauges.last_progress = time.monotonic()
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return GaugeLogger
