@@ -69,11 +69,11 @@ class BucketGroup:
     """A gloo process group that broadcasts buckets from rank 0, IN_FLIGHT at a time."""
 
     def __init__(self, store: TCPStore, prefix: str, rank: int, world_size: int, timeout_s: float) -> None:
-        self._store = store
+        self._store = PrefixStore(prefix, store)
+        self._rank = rank
+        self._world_size = world_size
         self._timeout_s = timeout_s
-        self._group = ProcessGroupGloo(
-            PrefixStore(prefix, store), rank, world_size, timedelta(seconds=timeout_s)
-        )
+        self._group = ProcessGroupGloo(self._store, rank, world_size, timedelta(seconds=timeout_s))
         # The tensors are kept: gloo reads and writes them until the call is done.
         self._pending: deque[tuple[Work, torch.Tensor]] = deque()
 
@@ -98,8 +98,20 @@ class BucketGroup:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"a weight bucket did not get through in {self._timeout_s:.0f} s")
                 time.sleep(POLL_S)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError:
+                # gloo only knows addresses; the other side may know what happened.
+                give_up()
+                raise
             self._pending.popleft()
+            self._store.add(_done_key(self._rank), 1)
+
+    def behind(self) -> list[int]:
+        """Ranks that have got the fewest buckets; none where all have got what rank 0 gave away."""
+        done = [self._store.add(_done_key(rank), 0) for rank in range(self._world_size)]
+        fewest, given = min(done), done[0] + len(self._pending)
+        return [rank for rank, number in enumerate(done) if rank and number == fewest < given]
 
     @property
     def idle(self) -> bool:
@@ -178,6 +190,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         super().__init__(client=client, source=source, is_sender=is_sender)
         self._group: BucketGroup | None = None
         self._bucket_bytes = 0
+        self._timeout_s = 0.0
 
     @classmethod
     def trainer_init(
@@ -195,6 +208,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
 
     def _connect(self, info: GlooTrainerInitInfo) -> None:
         self._bucket_bytes = info.bucket_bytes
+        self._timeout_s = info.timeout_s
         timeout = timedelta(seconds=info.timeout_s)
         store = TCPStore(info.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         worker_info = GlooInitInfo(
@@ -225,7 +239,10 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
                 time.sleep(0.002)
 
     def send_weights(self) -> None:
-        """One update on all engines. Raises on any failure; then the group is of no more use."""
+        """One update on all engines. Raises on any failure; then the group is of no more use.
+
+        TimeoutError names the engines that are behind the others.
+        """
         if not self.is_sender:
             for _ in self.source:
                 pass
@@ -235,15 +252,26 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         call = self.client.begin("update_weights", description)
         layout = Layout.of(**description)
 
-        def raise_refusals() -> None:
+        end = time.monotonic() + self._timeout_s
+
+        def give_up() -> None:
+            # First: at that time the engines give up too, those that only waited for another as well.
+            if time.monotonic() > end:
+                raise TimeoutError(self._describe_timeout())
             self.client.raise_errors(call)
 
         assert self._group is not None
         for bucket in buckets(self.source, layout, self._bucket_bytes):
-            self._group.broadcast(bucket, raise_refusals)
-        self._group.finish(raise_refusals)
+            self._group.broadcast(bucket, give_up)
+        self._group.finish(give_up)
         self.client.gather(call)
         self.client.finish_weight_update()
+
+    def _describe_timeout(self) -> str:
+        assert self._group is not None
+        names = ", ".join(self.client.describe_engine(rank - 1) for rank in self._group.behind())
+        waited = f"waited {self._timeout_s:g} s for "
+        return waited + (f"weight buckets to reach {names}" if names else "the export of the trainer's weights")
 
     def shutdown(self) -> None:
         lay_aside(self._group)
@@ -252,6 +280,10 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
 
 def _joined_key(prefix: str, rank: int) -> str:
     return f"{prefix}/joined/{rank}"
+
+
+def _done_key(rank: int) -> str:
+    return f"done/{rank}"
 
 
 def buckets(source: ExportSource, layout: Layout, bucket_bytes: int) -> Iterator[torch.Tensor]:
