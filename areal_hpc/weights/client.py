@@ -41,6 +41,8 @@ class RolloutClient:
         self._method = ""
         self._answers: dict[int, WeightReturn] = {}
         self.version = 0
+        self.failure: Exception | None = None
+        """What `gather` of the newest call has raised; may be read by any thread."""
 
     # -- vLLM's four methods -------------------------------------------------------
 
@@ -81,7 +83,7 @@ class RolloutClient:
     def begin(self, method: str, payload: dict[str, Any]) -> int:
         """Send a call to all rollout ranks; the id to `gather` its answers with."""
         self._call_id += 1
-        self._method, self._answers = method, {}
+        self._method, self._answers, self.failure = method, {}, None
         for index, rank in enumerate(self._ranks):
             mine = payload
             if method == "init_weight_transfer_engine":
@@ -95,6 +97,14 @@ class RolloutClient:
         Raises RolloutError as soon as one answers with an error, TimeoutError with the
         names of those that did not answer.
         """
+        try:
+            return self._gather(call_id)
+        except Exception as error:
+            if call_id == self._call_id:
+                self.failure = error
+            raise
+
+    def _gather(self, call_id: int) -> list[dict[str, Any]]:
         deadline = time.monotonic() + self._timeout_s
         while True:
             self.raise_errors(call_id)

@@ -27,7 +27,8 @@ class ExportSource(WeightSource):
 
     Each call of `tensors_fn` starts a fresh pass that holds collectives: a pass that was
     begun must be run to its end on every rank, whatever became of the transfer. `drain`
-    does that. After `take_snapshot` passes go over a copy and hold none.
+    does that; `interrupt` ends another thread's iteration first, so that nothing more is
+    sent. After `take_snapshot` passes go over a copy and hold none.
     """
 
     def __init__(self, metadata_fn: MetadataFn, tensors_fn: TensorsFn) -> None:
@@ -36,6 +37,7 @@ class ExportSource(WeightSource):
         self._metadata: list[ParamMeta] | None = None
         self._pass: Iterator[tuple[str, torch.Tensor]] | None = None
         self._snapshot: list[tuple[str, torch.Tensor]] | None = None
+        self._interrupted = False
 
     def metadata(self) -> list[ParamMeta]:
         if self._metadata is None:
@@ -45,7 +47,10 @@ class ExportSource(WeightSource):
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One pass; ValueError if it does not bring what `metadata` declared, in that order."""
+        """One pass; ValueError if it does not bring what `metadata` declared, in that order.
+
+        Raises RuntimeError after `interrupt`.
+        """
         declared = iter(self.metadata())
         self._pass = self._begin_pass()
         for name, tensor in self._pass:
@@ -53,15 +58,21 @@ class ExportSource(WeightSource):
             found = ParamMeta(name, tensor.dtype, tuple(tensor.shape))
             if found != expected:
                 raise ValueError(f"weight export brought {found} where its metadata declares {expected}")
+            if self._interrupted:
+                raise RuntimeError("the publication was given up")
             yield name, tensor
         missing = next(declared, None)
         if missing is not None:
             raise ValueError(f"weight export ended before {missing}, which its metadata declares")
 
     def begin_publication(self, *, from_snapshot: bool = False) -> None:
-        self._pass = None
+        self._pass, self._interrupted = None, False
         if not from_snapshot:
             self._snapshot = None
+
+    def interrupt(self) -> None:
+        """End the iteration of this publication's pass at its next tensor; from any thread."""
+        self._interrupted = True
 
     def drain(self) -> None:
         """Run this publication's pass to its end without using it."""

@@ -10,9 +10,7 @@ vLLM is imported at the first `connect`, not before.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from areal_hpc.config.schema import Config, Device, WeightBackend
 from areal_hpc.durable import DiskFullError
 from areal_hpc.weights.client import RolloutClient
+from areal_hpc.weights.watch import TransferStuck, in_thread, run_watched
 
 if TYPE_CHECKING:
     from areal_hpc.mpi.world import World
@@ -169,8 +168,8 @@ class TrainerWeights:
         with self._telemetry.span("weights.publish", version=version) as attributes:
             try:
                 self._ensure_connected(version)
-                self._engine.send_weights()
-            except DiskFullError:  # the same again at another attempt: it ends the run
+                self._send()
+            except (DiskFullError, TransferStuck):  # the same again at another attempt: it ends the run
                 raise
             except Exception as error:
                 self._withdraw(version, error)
@@ -186,6 +185,21 @@ class TrainerWeights:
         if self._backend is WeightBackend.file:
             self._engine.forget_before(version)
         return timings
+
+    def _send(self) -> None:
+        assert self._client is not None
+        if self._backend is WeightBackend.nccl:
+            client = self._client
+            run_watched(self._engine.send_weights, lambda: client.failure, self._abort)
+        else:
+            # These look at the engines' answers and at the clock themselves.
+            self._engine.send_weights()
+
+    def _abort(self) -> None:
+        assert self._source is not None
+        # First: a thread that the abort wakes must not go on with the next bucket.
+        self._source.interrupt()
+        self._disconnect()
 
     def close(self) -> None:
         """Let go of the transfer group, after a publication that is still running."""
@@ -262,22 +276,3 @@ class TrainerWeights:
         hosts = self._world.hosts
         everyone = {hosts[rank] for rank in (self._world.trainer_ranks[0], *self._rollout_ranks)}
         return "127.0.0.1" if len(everyone) == 1 else hosts[self._world.trainer_ranks[0]]
-
-
-def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Run a call in a daemon thread, on the caller's CUDA device (a new thread has the first)."""
-    import torch
-
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="publish", daemon=True).start()
-    return future

@@ -1,20 +1,40 @@
-"""The byte stream of a publication, its control calls and its export (imports vLLM, starts nothing)."""
+"""The byte stream of a publication, its control calls, its export and its ends (imports vLLM, starts nothing)."""
 
 from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_hpc.config.schema import Config, WeightBackend
 from areal_hpc.messages import WeightReturn
 from areal_hpc.mpi.channel import LocalNetwork
+from areal_hpc.mpi.world import World
+from areal_hpc.paths import RunPaths
+from areal_hpc.telemetry import Telemetry
+from areal_hpc.weights import nccl
 from areal_hpc.weights.client import RolloutClient, RolloutError
-from areal_hpc.weights.gloo import buckets
+from areal_hpc.weights.gloo import (
+    BucketGroup,
+    GlooTrainerEngine,
+    GlooTrainerInitInfo,
+    _joined_key,
+    buckets,
+    lay_aside,
+)
 from areal_hpc.weights.source import ALIGNMENT, ExportSource, Layout, describe_metadata
+from areal_hpc.weights.stage import CONTROL_BYTES, Stage, TransferControl
+from areal_hpc.weights.staged import StagedUpdateInfo, TransferCancelled
+from areal_hpc.weights.transfer import PublishError, TrainerWeights
+from areal_hpc.weights.watch import TransferStuck, run_watched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64)
 
@@ -91,10 +111,11 @@ def test_a_pass_that_was_begun_is_run_to_its_end():
 
 
 class Rollouts:
-    """Rollout ranks 1 and 2 that answer weight calls from a script, in a thread."""
+    """Rollout ranks that answer the lead's weight calls from a script, in a thread."""
 
-    def __init__(self, network: LocalNetwork, answer) -> None:
-        self._channels = {rank: network.channel(rank) for rank in (1, 2)}
+    def __init__(self, network: LocalNetwork, answer, lead: int = 0) -> None:
+        self._lead = lead
+        self._channels = {rank: network.channel(rank) for rank in (lead + 1, lead + 2)}
         self._answer = answer
         self.calls: list[tuple[int, str, dict]] = []
         self._stopped = threading.Event()
@@ -108,7 +129,7 @@ class Rollouts:
                     self.calls.append((rank, call.method, payload))
                     for result, error, call_id in self._answer(rank, call.method, payload):
                         number = call_id or call.call_id
-                        channel.send(0, WeightReturn(number, rank - 1, json.dumps(result), error))
+                        channel.send(self._lead, WeightReturn(number, 0, json.dumps(result), error))
 
     def __enter__(self) -> Rollouts:
         self._thread.start()
@@ -171,3 +192,147 @@ def test_a_call_that_was_given_up_ends_its_waiter():
     client.begin("abandon", {})
     with pytest.raises(RolloutError, match="given up"):
         client.gather(call)
+
+
+# -- ends of transfers that do not come to their own -------------------------------------
+
+
+def test_the_engine_that_does_not_take_its_buckets_is_named():
+    """Its rank lives and waits like the others, and would give up at the same time."""
+    source = make_source(make_tensors([([500], 0)] * 6))
+    layout = Layout.of(**describe_metadata(source.metadata()))
+    network = LocalNetwork(3)
+    client = make_client(network)
+    over = threading.Event()
+
+    def engine(info: dict, num_buckets: int) -> None:
+        store = torch.distributed.TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=9))
+        store.set(_joined_key(info["prefix"], info["rank_offset"]), "")
+        group = BucketGroup(store, info["prefix"], info["rank_offset"], 3, 9.0)
+
+        def give_up() -> None:
+            if over.is_set():
+                raise TransferCancelled
+
+        with suppress(RuntimeError):  # cancelled, or the trainer's end is closed by then
+            for start in range(0, 1000 * num_buckets, 1000):
+                group.broadcast(torch.empty(min(1000, layout.total_bytes - start), dtype=torch.uint8), give_up)
+            group.finish(give_up)
+        over.wait()
+        lay_aside(group)
+
+    def answer(rank: int, method: str, payload: dict) -> list[tuple[dict, str, int | None]]:
+        if method != "init_weight_transfer_engine":
+            return []
+        num_buckets = 2 if rank == 2 else -(-layout.total_bytes // 1000)
+        threading.Thread(target=engine, args=(payload, num_buckets), daemon=True).start()
+        return [({}, "", None)]
+
+    with Rollouts(network, answer):
+        info = GlooTrainerInitInfo(host="127.0.0.1", world_size=3, bucket_bytes=1000, timeout_s=1.0, rank=0)
+        trainer = GlooTrainerEngine.trainer_init(info, client=client, source=source)
+        with pytest.raises(TimeoutError, match="^waited 1 s for weight buckets to reach rank 2$"):
+            trainer.send_weights()
+        over.set()
+        trainer.shutdown()
+
+
+class UninterruptibleEngine:
+    """As vLLM's trainer engine for NCCL: its call runs in a thread beside a broadcast without a deadline."""
+
+    def __init__(self, client: RolloutClient, source: ExportSource) -> None:
+        self._client, self._source = client, source
+        self._aborted = threading.Event()
+
+    def send_weights(self) -> None:
+        call = ThreadPoolExecutor(1).submit(self._client.update_weights, {"names": []})
+        export = iter(self._source)
+        next(export)
+        assert self._aborted.wait(20.0), "still in the broadcast"
+        for name, _ in export:
+            raise AssertionError(f"{name} would be sent over a communicator that is gone")
+        call.result()
+
+    def shutdown(self) -> None:
+        self._aborted.set()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_broadcast_ends_when_an_engine_answers_with_an_error_or_not_in_time(tmp_path, monkeypatch, answers):
+    network = LocalNetwork(4)
+    config = Config()
+    config.weights.backend = WeightBackend.nccl
+    config.weights.timeout_s = 30.0 if answers else 1.0
+    world = World(
+        role="trainer", role_rank=0, world_rank=1, trainer_ranks=(1,), rollout_ranks=(2, 3),
+        hosts=("localhost",) * 4, channel=network.channel(1),
+    )  # fmt: skip
+    tensors = make_tensors([([2], 0)] * 5)
+    seen = []
+
+    def export():
+        for pair in tensors:
+            seen.append(pair[0])
+            yield pair
+
+    def answer(rank: int, method: str, payload: dict) -> list[tuple[dict, str, int | None]]:
+        if method == "update_weights":
+            return [({}, "the engine died during the transfer", None)] if answers and rank == 3 else []
+        return [({"connected": True}, "", None)]
+
+    def open_group(weights: TrainerWeights) -> None:
+        weights._engine = UninterruptibleEngine(weights._client, weights._source)
+
+    monkeypatch.setattr(TrainerWeights, "_open", open_group)
+    weights = TrainerWeights(
+        config, world, RunPaths(tmp_path), lambda: [(n, t.dtype, tuple(t.shape)) for n, t in tensors], export,
+        Telemetry(tmp_path / "spans.jsonl"),
+    )  # fmt: skip
+    words = (
+        "update_weights failed on rollout 1 on localhost: the engine died" if answers
+        else "waited 1 s for update_weights from rollout 0 on localhost, rollout 1 on localhost"
+    )  # fmt: skip
+    with Rollouts(network, answer, lead=1) as rollouts:
+        weights.connect((2, 3))
+        with pytest.raises(PublishError, match=words):
+            weights.publish(1)
+    # The pass, which other trainer ranks share, was run to its end, and once.
+    assert seen == [name for name, _ in tensors]
+    assert [method for rank, method, _ in rollouts.calls if rank == 2][-1] == "abandon"
+
+
+def test_a_transfer_that_does_not_come_back_from_its_abort_ends_the_run():
+    over, aborts = threading.Event(), []
+    failure = RolloutError("update_weights failed on rank 2")
+    with pytest.raises(TransferStuck, match="within 0.1 s of its abort, after: update_weights failed on rank 2"):
+        run_watched(over.wait, lambda: failure, lambda: aborts.append(1), settle_s=0.1)
+    over.set()
+    assert aborts == [1]
+
+
+def test_an_engine_leaves_a_broadcast_that_was_cancelled(monkeypatch):
+    """A sender that is gone wakes nobody: the communicator is aborted here too."""
+    aborted = threading.Event()
+    engine = nccl.NcclEngine.__new__(nccl.NcclEngine)
+    engine._group = SimpleNamespace(destroy=aborted.set)
+    engine._init_info = SimpleNamespace(packed_buffer_size_bytes=1000, packed_num_buffers=2)
+    engine.parallel_config, engine.device = SimpleNamespace(rank=1), None
+
+    def broadcast(iterator, **options: object) -> None:
+        next(iterator)
+        assert aborted.wait(20.0), "still in the broadcast"
+        with pytest.raises(TransferCancelled):
+            next(iterator)
+
+    monkeypatch.setattr(nccl, "packed_nccl_broadcast_consumer", broadcast)
+    memory = Stage("control", CONTROL_BYTES)
+    control = TransferControl(memory.path)
+    info = StagedUpdateInfo(["a", "b"], ["float32"] * 2, [[2]] * 2, control=memory.path, attempt=3)
+    timer = threading.Timer(0.2, control.cancel, (3,))
+    timer.start()
+    with pytest.raises(TransferCancelled):
+        engine.receive_weights(info)
+    assert engine._group is None
+    timer.join()
+    control.close()
+    memory.close()
