@@ -17,7 +17,7 @@ from torch import Tensor
 from areal_hpc.config.algorithm import AlgorithmConfig
 from areal_hpc.trainer.batch import MicroBatch
 from areal_hpc.trainer.gae import gae, moments, normalise, reward_at_last_token, value_loss
-from areal_hpc.trainer.megatron import MegatronTrainer
+from areal_hpc.trainer.megatron import MegatronTrainer, MinibatchResult
 from areal_hpc.trainer.objective import LossOutput
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class Critic:
     def estimate(self, batch: Batch, plan: StepPlan, rewards: np.ndarray) -> None:
         """Put "values", "returns" and normalised "advantages" into this rank's rows.
 
-        rewards [R] of the whole batch. Only ranks of the last pipeline stage hold values.
+        rewards [R] of the whole batch. Only ranks of the last pipeline stage hold values. A rank
+        without rows (fewer rows in a minibatch than dp ranks) takes part in the sum all the same.
         """
         found = self.engine.forward_logprobs(batch.rows, plan.whole.micro_batches)
         if not self.engine.place.is_last_stage:
@@ -84,12 +85,13 @@ class Critic:
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         advantages = normalise(advantages, flat["mask"], total.cpu())
         columns = {"values": flat["values"], "returns": returns, "advantages": advantages}
+        bounds = cu_seqlens.tolist()
         for name, column in columns.items():
-            for index, part in zip(chosen, np.split(column.float().numpy(), cu_seqlens[1:-1].numpy()), strict=True):
-                batch.rows[index].values[name] = part
+            for index, start, end in zip(chosen, bounds[:-1], bounds[1:], strict=True):
+                batch.rows[index].values[name] = column[start:end].float().numpy()
 
-    def update(self, batch: Batch, minibatch: tuple[int, ...], share: Share) -> dict[str, tuple[float, float]]:
-        """One update of the critic; its metrics as sums and counts."""
+    def update(self, batch: Batch, minibatch: tuple[int, ...], share: Share) -> MinibatchResult:
+        """One update of the critic."""
         num_tokens = float(sum(int(batch.masks[index].sum()) for index in minibatch)) or 1.0
 
         def loss(micro_batch: MicroBatch, values: Tensor, _entropy: None) -> LossOutput:
@@ -105,4 +107,4 @@ class Critic:
             return LossOutput(result, {"value_loss": (result.detach() * num_tokens, count)}, {})
 
         names = ["loss_mask", "values", "returns"]
-        return self.engine.train_minibatch(batch.rows, share.micro_batches, names, loss).sums
+        return self.engine.train_minibatch(batch.rows, share.micro_batches, names, loss)

@@ -29,6 +29,7 @@ from areal_hpc.trainer.flops import model_flops, peak_flops
 from areal_hpc.trainer.history import WeightHistory
 from areal_hpc.trainer.megatron import MegatronTrainer, MinibatchResult
 from areal_hpc.trainer.objective import LossOutput, loss_denominator, policy_loss
+from areal_hpc.trainer.optimizer import UpdateResult
 from areal_hpc.trainer.plan import StepPlan, plan_step
 from areal_hpc.trainer.reading import read_together
 from areal_hpc.trainer.shaping import shape_rewards, trained_mask
@@ -86,8 +87,10 @@ class TrainStep:
             with self._timed("critic", manifest):
                 self._critic.estimate(batch, plan, batch.rewards)
         with self._timed("update", manifest):
-            results = self._update(batch, plan, gap)
+            results, critic_updates = self._update(batch, plan, gap)
         metrics = gather_metrics(results, gap.as_sums())
+        if critic_updates:
+            metrics |= update_metrics(critic_updates, "critic_")
         metrics |= self._describe(manifest, batch, time.perf_counter() - begin)
         return metrics
 
@@ -156,12 +159,15 @@ class TrainStep:
         for index, logprobs in found.items():
             batch.rows[index].values["reference_logprobs"] = logprobs
 
-    def _update(self, batch: Batch, plan: StepPlan, gap: FreshGap) -> list[MinibatchResult]:
+    def _update(
+        self, batch: Batch, plan: StepPlan, gap: FreshGap
+    ) -> tuple[list[MinibatchResult], list[UpdateResult]]:
+        """The updates of the policy, and those of the critic if there is one."""
         algorithm = self._config.algorithm
         names = ["loss_mask", "rollout_logprobs", "staleness", "advantages"]
         names += ["proximal_logprobs"] if self._recomputes else []
         names += ["reference_logprobs"] if self._reference is not None else []
-        results = []
+        results, critic_updates = [], []
         for number, (minibatch, share) in enumerate(zip(plan.minibatches, plan.shares, strict=True)):
             counts = [int(batch.masks[index].sum()) for index in minibatch]
             denominator = loss_denominator(algorithm, counts)
@@ -191,9 +197,11 @@ class TrainStep:
             for phase, (began, seconds) in result.phases.items():
                 self._telemetry.record_span(f"train.{phase}", began, seconds, train_step=self._train_step)
             if self._critic is not None:
-                result.sums.update(self._critic.update(batch, minibatch, share))
+                critic = self._critic.update(batch, minibatch, share)
+                result.sums.update(critic.sums)
+                critic_updates.append(critic.update)
             results.append(result)
-        return results
+        return results, critic_updates
 
     def _describe(self, manifest: BatchManifest, batch: Batch, seconds: float) -> dict[str, float]:
         """Metrics that every rank knows without communication."""
@@ -221,8 +229,11 @@ class TrainStep:
         }
         peak = peak_flops(place.device, self._engine.options.dtype)
         if peak:
+            hf = self._engine.hf
             passes = 3 + self._recomputes + (self._reference is not None)
-            flops = passes * sum(model_flops(self._engine.hf, int(length)) for length in lengths)
+            flops = passes * sum(model_flops(hf, int(length), hf.vocab_size) for length in lengths)
+            if self._critic is not None:
+                flops += 4 * sum(model_flops(hf, int(length), 1) for length in lengths)
             metrics["mfu"] = flops / seconds / (peak * place.layout.size)
         return metrics
 
@@ -275,17 +286,23 @@ def gather_metrics(results: list[MinibatchResult], gap: dict[str, float]) -> dic
     metrics |= maxima
     # A minibatch's loss is the sum over its dp ranks.
     metrics["loss"] = float(np.mean(np.sum([losses for losses, *_ in everyone], axis=0)))
-    updates = [result.update for result in results]
-    norms = [update.grad_norm for update in updates if not update.skipped]
-    metrics["grad_norm"] = float(np.mean(norms)) if norms else float("inf")
-    metrics["lr"] = updates[-1].lr
-    metrics["skipped_updates"] = float(sum(update.skipped for update in updates))
+    metrics |= update_metrics([result.update for result in results])
     gaps = [gap for *_, gap in everyone]
     count = sum(gap["count"] for gap in gaps)
     metrics["behave_gap_fresh_count"] = count
     metrics["behave_gap_fresh_max"] = float(np.max([gap["largest"] for gap in gaps]))
     metrics["behave_gap_fresh_mean"] = sum(gap["total"] for gap in gaps) / count if count else 0.0
     return metrics
+
+
+def update_metrics(updates: list[UpdateResult], prefix: str = "") -> dict[str, float]:
+    """Of one model's updates in a step, which are the same on every rank."""
+    norms = [update.grad_norm for update in updates if not update.skipped]
+    return {
+        f"{prefix}grad_norm": float(np.mean(norms)) if norms else float("inf"),
+        f"{prefix}lr": updates[-1].lr,
+        f"{prefix}skipped_updates": float(len(updates) - len(norms)),
+    }
 
 
 _MEANS = {

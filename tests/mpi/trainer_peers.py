@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from step_oracle import CASES, NUM_STEPS, apply_settings, make_batch, make_config, make_manifest
 from trainer_models import ENTROPY_WEIGHT, TEMPERATURE, Oracle, make_rows
 
 LARGE = 1.0e6
@@ -185,67 +186,52 @@ def experts(scene: Scene) -> None:
 
 
 def refuse(scene: Scene) -> None:
-    """Layouts and models that cannot work are refused by name."""
+    """The engine applies the rules that `areal-hpc check` applies, to what transformers makes of a folder."""
+    import json
+
     from areal_hpc.config.errors import ConfigError
-    from areal_hpc.trainer.model import ModelOptions, check_model, read_hf_config
-    from areal_hpc.trainer.parallel import Layout
 
-    def message(layout: Layout, options: ModelOptions = ModelOptions(), **changes) -> str:
-        hf = read_hf_config(str(scene.models / "qwen2-tied"))
-        for key, value in changes.items():
-            setattr(hf, key, value)
-        try:
-            check_model(hf, layout, options)
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    assert message(Layout()) == ""
-    assert "trainer.tp=2 does not divide the model's 9 attention heads" in message(Layout(tp=2), num_attention_heads=9)
-    assert "3 key-value heads" in message(Layout(tp=2), num_attention_heads=6, num_key_value_heads=3)
-    assert "trainer.pp=3 does not divide the model's 4 layers" in message(Layout(pp=3))
-    assert "intermediate size 97" in message(Layout(tp=2), intermediate_size=97)
-    assert "trainer.ep=2 needs a model with experts" in message(Layout(dp=2, ep=2))
-    assert "trainer.sequence_parallel=true needs trainer.tp > 1" in message(
-        Layout(), ModelOptions(sequence_parallel=True)
-    )
-    assert "sliding-window" in message(Layout(), use_sliding_window=True)
-    assert "hidden_act=gelu" in message(Layout(), hidden_act="gelu")
+    folder = scene.run / "sliding"
+    folder.mkdir()
+    model = json.loads((scene.models / "qwen2-tied" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**model, "use_sliding_window": True}))
+    scene.models = scene.run
+    try:
+        scene.engine("sliding")
+    except ConfigError as error:
+        assert "sliding-window" in str(error)
+    else:
+        raise AssertionError("a model with sliding-window attention was built")
 
 
 class Steps:
-    """The training step on shards in this layout."""
+    """The training step on shards in this layout, with the settings of a case of step_oracle.CASES and others."""
 
-    def __init__(self, scene: Scene, name: str, **algorithm) -> None:
-        from step_oracle import make_config
-
+    def __init__(self, scene: Scene, name: str, case: str = "plain", settings: dict[str, object] = {}) -> None:
         from areal_hpc.paths import RunPaths
         from areal_hpc.telemetry import Telemetry
         from areal_hpc.trainer.build import build_step
         from areal_hpc.trainer.checkpoint import Checkpoints
 
-        self.scene, layout = scene, scene.place.layout
+        self.scene, self.case, layout = scene, case, scene.place.layout
         self.paths = RunPaths(scene.run / name)
-        self.config = make_config(scene.models, self.paths.root)
+        self.config = make_config(scene.models, self.paths.root, case)
         self.config.trainer.tp, self.config.trainer.pp, self.config.trainer.dp = layout.tp, layout.pp, layout.dp
-        for key, value in algorithm.items():
-            setattr(self.config.algorithm, key, value)
+        apply_settings(self.config, settings)
         self.paths.create()
         telemetry = Telemetry(self.paths.spans("trainer", scene.rank))
         self.engine, self.step = build_step(self.config, scene.place, self.paths, telemetry)
         self.checkpoints = Checkpoints(self.config, self.paths, self.step.engines, 60.0)
 
     def train(self, step: int) -> dict[str, float]:
-        from step_oracle import make_batch, make_manifest
-
         from areal_hpc.spool.shard import ShardWriter
 
         shards = None
         if self.scene.rank == 0:
             writer = ShardWriter(self.paths.rollout_spool(0), self.config.run.name, 0)
-            batch = make_batch(step)
+            batch = make_batch(step, self.case)
             shards = tuple(self.paths.relative(writer.commit(batch[start::2]).path) for start in (0, 1))
-        manifest = make_manifest(step, self.scene.comm.bcast(shards), self.scene.place.layout.dp)
+        manifest = make_manifest(step, self.scene.comm.bcast(shards), self.scene.place.layout.dp, self.case)
         return self.step.run(manifest)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -258,21 +244,33 @@ def same_weights(what: str, found: dict, expected: dict, tolerance: float = 2.0e
         assert error < tolerance, f"{what}: {name} differs by {error:.2e}"
 
 
-def steps(scene: Scene) -> None:
-    """Two steps against the oracle; a checkpoint between them; the options against one rank's results."""
-    expected, metrics = torch.load(scene.run / "step.oracle", weights_only=False)
-    layout = scene.place.layout
-    mine = f"run-{layout.tp}-{layout.pp}-{layout.dp}"
-    run = Steps(scene, mine)
-    assert run.checkpoints.load_newest() == 0
+def train_as_oracle(run: Steps, after_first=lambda: None) -> dict[str, torch.Tensor]:
+    """Train what the oracle trained: its metrics at every step, and at the end its weights, which are returned."""
+    expected, metrics = torch.load(run.scene.run / f"{run.case}.oracle", weights_only=False)
     for step, wanted in enumerate(metrics, start=1):
         found = run.train(step)
         for name, value in wanted.items():
-            close(f"step {step} {name}", [found[name]], [value], 1.0e-3)
+            close(f"{run.case} step {step} {name}", [found[name]], [value], 1.0e-3)
         if step == 1:
-            run.checkpoints.save(1, 1)
-            # Training goes on while it is written: what is saved must be what was.
-    same_weights("after two steps", run.weights(), expected)
+            after_first()
+    same_weights(f"{run.case} after two steps", run.weights(), expected)
+    return expected
+
+
+def steps(scene: Scene) -> None:
+    """Two steps of every case against the oracle; with the plain one a checkpoint between them."""
+    layout = scene.place.layout
+    for case in CASES:
+        if case != "plain":
+            run = Steps(scene, f"{case}-{layout.tp}-{layout.pp}", case)
+            train_as_oracle(run)
+            if case == "gae":
+                check_reports(run)
+    mine = f"run-{layout.tp}-{layout.pp}-{layout.dp}"
+    run = Steps(scene, mine)
+    assert run.checkpoints.load_newest() == 0
+    # Training goes on while it is written: what is saved must be what was.
+    expected = train_as_oracle(run, after_first=lambda: run.checkpoints.save(1, 1))
     saved = run.checkpoints.wait(60.0)
     assert saved is not None and saved.train_step == 1
 
@@ -294,7 +292,6 @@ def steps(scene: Scene) -> None:
     else:
         before = run.weights()
         assert all(torch.equal(tensor, before[name]) for name, tensor in resumed.weights().items())
-    options(scene)
 
 
 def damaged(scene: Scene) -> None:
@@ -350,41 +347,27 @@ def full(scene: Scene) -> None:
     assert Steps(scene, "full").checkpoints.load_newest() == 1
 
 
-def options(scene: Scene) -> None:
-    """Critic, reference policy and other objectives: the same result in every layout, and all different."""
-    cases = {
-        "gae": dict(advantage="gae"),
-        "kl": dict(kl_coef=0.5, entropy_coef=0.01),
-        "naive": dict(objective="naive", aggregation="seq-mean-token-mean", surrogate="gspo"),
-        "interpolate": dict(proximal="interpolate", behaviour_weight="truncate", drop_truncated=True),
-    }
-    single = scene.place.layout.size == 1
-    results = {}
-    for name, settings in cases.items():
-        if "objective" in settings:
-            from areal_hpc.config.algorithm import Objective
+def check_reports(run: Steps) -> None:
+    """Gradients of the critic that are not finite: it stays as it is, the policy learns, and both are reported;
+    so is the utilisation, as of devices that do 1e9 operations a second."""
+    from areal_hpc.trainer import critic, step
+    from areal_hpc.trainer.flops import model_flops
 
-            settings["objective"] = Objective(settings["objective"])
-        run = Steps(scene, f"{name}-{scene.place.layout.tp}-{scene.place.layout.pp}", **settings)
-        found = run.train(1)
-        assert all(np.isfinite(value) for value in found.values()), found
-        if name == "gae":
-            assert found["value_loss"] > 0
-        if name == "kl":
-            assert "kl_reference" in found
-        assert found["behave_gap_fresh_count"] > 0
-        results[name] = (run.weights(), {key: found[key] for key in ("loss", "grad_norm")})
-        if single:
-            if scene.rank == 0:
-                torch.save(results[name], scene.run / f"{name}.result")
-        else:
-            weights, numbers = torch.load(scene.run / f"{name}.result", weights_only=False)
-            same_weights(name, results[name][0], weights)
-            for key, value in numbers.items():
-                close(f"{name} {key}", [found[key]], [value], 1.0e-3)
-    if single:
-        norms = [numbers["grad_norm"] for _, numbers in results.values()]
-        assert len({round(norm, 6) for norm in norms}) == len(norms), norms
+    def weights() -> list[torch.Tensor]:
+        return run.step.engines["critic"].snapshot()
+
+    real, before = critic.value_loss, weights()
+    critic.value_loss = lambda *args, **kwargs: real(*args, **kwargs) * float("nan")
+    step.peak_flops = lambda device, dtype: 1.0e9
+    found = run.train(NUM_STEPS)
+    critic.value_loss = real
+    assert found["critic_skipped_updates"] == 2 and found["skipped_updates"] == 0, found
+    assert all(torch.equal(left, right) for left, right in zip(before, weights(), strict=True))
+    assert np.isfinite(found["grad_norm"])
+    # Forward, twice that backward, and the forward pass before the updates: policy and critic alike.
+    lengths = [trajectory.num_tokens for trajectory in make_batch(NUM_STEPS)]
+    operations = sum(4 * model_flops(run.engine.hf, length, outputs) for length in lengths for outputs in (151, 1))
+    close("mfu", [found["mfu"]], [operations / found["seconds"] / (1.0e9 * run.scene.place.layout.size)])
 
 
 SCENES = {"dense": dense, "experts": experts, "refuse": refuse, "steps": steps, "damaged": damaged, "full": full}
