@@ -17,6 +17,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from areal_hpc.config.schema import OptimizerConfig
 
 
+INITIAL_LOSS_SCALE = 2.0**16
+"""torch.amp's. Megatron's 2**32 overflows in every of the first dozen updates or more: as many are skipped."""
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """One optimizer update. `skipped`: the gradient was not finite, nothing changed."""
@@ -45,6 +49,7 @@ class Updater:
                 clip_grad=config.clip_grad,
                 bf16=dtype is torch.bfloat16,
                 fp16=dtype is torch.float16,
+                initial_loss_scale=INITIAL_LOSS_SCALE,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
             ),

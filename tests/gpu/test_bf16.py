@@ -1,4 +1,4 @@
-"""The trainer in bf16, on one GPU where there is one, against the fp32 oracles of tests/mpi."""
+"""The trainer in bf16 and fp16, on one GPU where there is one, against the fp32 oracles of tests/mpi."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_logprobs_gradients_and_export_in_bf16(device, models):
+def test_logprobs_gradients_and_export_in_half_precision(device, models):
     if device == "cuda" and not num_gpus():
         pytest.skip("needs a GPU: torch.cuda sees none")
     result = subprocess.run(
@@ -32,4 +32,4 @@ def test_logprobs_gradients_and_export_in_bf16(device, models):
         capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr[-8000:]
-    assert result.stdout.count(" passed") == 5, result.stdout
+    assert result.stdout.count(" passed") == 6, result.stdout

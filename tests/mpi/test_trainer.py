@@ -55,6 +55,10 @@ def test_what_cannot_work_is_refused_by_name(models, tmp_path):
     run_peers("refuse", (1, 1, 1, 1), models, tmp_path)
 
 
+def test_learning_rates_follow_their_formulas_over_a_resume(models, tmp_path):
+    run_peers("schedules", (1, 1, 1, 1), models, tmp_path)
+
+
 def test_training_steps_equal_plain_torch_and_resume_in_any_layout(models, tmp_path):
     subprocess.run([sys.executable, HERE / "step_oracle.py", models, tmp_path], check=True, timeout=400, cwd=HERE)
     # One rank first: the others load its checkpoint.

@@ -151,6 +151,32 @@ def check_skipped_update(scene: Scene, engine) -> None:
     assert not good.update.skipped and np.isfinite(good.update.grad_norm)
 
 
+def check_loss_scale(scene: Scene) -> None:
+    """fp16: gradients come out of the scaled loss unscaled; an overflow on one rank is skipped on all and counted."""
+    engine = scene.engine("qwen2-tied", dtype=torch.float16)
+    rows, numbers, denominator = scene.share(engine.hf.vocab_size)
+    plain = loss_function(denominator, {"logprobs": {}, "entropies": {}})
+
+    def overflowing(micro_batch, logprobs, entropies):
+        output = plain(micro_batch, logprobs, entropies)
+        bad = 0 in {numbers[index] for index in micro_batch.rows}
+        return type(output)(output.loss * (1.0e6 if bad else 1.0), output.sums, output.maxima)
+
+    def update(loss):
+        return engine.train_minibatch(rows, cut(len(rows), "packed"), ["loss_mask", "weight"], loss, entropy=True).update
+
+    before = {key: tensor.clone() for key, tensor in engine.named_hf_tensors()}
+    scale = float(engine.updater.optimizer.get_loss_scale())
+    # The scale is halved at the second of two overflows.
+    assert update(overflowing).skipped and update(overflowing).skipped
+    assert engine.num_skipped == 2 and float(engine.updater.optimizer.get_loss_scale()) == scale / 2
+    assert all(torch.equal(before[key], tensor) for key, tensor in engine.named_hf_tensors())
+    good = update(plain)
+    norm = float(torch.sqrt(sum(each.square().sum() for each in scene.oracle("qwen2-tied").gradients.values())))
+    assert not good.skipped and engine.num_skipped == 2
+    close("fp16 gradient norm", [good.grad_norm], [norm], 0.02)
+
+
 def dense(scene: Scene) -> None:
     """Every dense family in this layout, packed; then the options."""
     from areal_hpc.trainer.model import padded_vocab_size
@@ -174,6 +200,7 @@ def dense(scene: Scene) -> None:
             scene, scene.engine("llama-tied", sequence_parallel=True, recompute=True), "llama-tied", "packed"
         )
     check_skipped_update(scene, scene.engine("qwen2-tied"))
+    check_loss_scale(scene)
     if layout in (Layout(), Layout(tp=2)):
         experts(scene)
 
@@ -370,7 +397,40 @@ def check_reports(run: Steps) -> None:
     close("mfu", [found["mfu"]], [operations / found["seconds"] / (1.0e9 * run.scene.place.layout.size)])
 
 
-SCENES = {"dense": dense, "experts": experts, "refuse": refuse, "steps": steps, "damaged": damaged, "full": full}
+def schedules(scene: Scene) -> None:
+    """Learning rates of every update by formula, over a resume with another rate and past the end."""
+    warmup, total, before, smallest = 2, 10, 5, 2.0e-3
+
+    def expected(kind: str, lr: float, update: int) -> float:
+        """`update` counts from 1."""
+        if update <= warmup:
+            return lr * update / (warmup + 1)
+        done = min(1.0, (update - 1 - warmup) / (total - warmup))
+        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + np.cos(np.pi * done)) / 2}[kind]
+        return lr if kind == "constant" else smallest + left * (lr - smallest)
+
+    def rates(run: Steps, count: int) -> list[float]:
+        run.engine.model.zero_grad_buffer()
+        updates = [run.engine.updater.step() for _ in range(count)]
+        assert not any(update.skipped for update in updates)
+        return [update.lr for update in updates]
+
+    for kind in ("constant", "linear", "cosine"):
+        settings = {
+            "trainer.optimizer.schedule": kind, "trainer.optimizer.min_lr": smallest, "run.total_steps": total // 2
+        }
+        run = Steps(scene, kind, settings=settings)
+        close(kind, rates(run, before), [expected(kind, 1.0e-2, update + 1) for update in range(before)], 1.0e-6)
+        run.checkpoints.save(1, 1)
+        assert run.checkpoints.wait(60.0).train_step == 1
+        resumed = Steps(scene, kind, settings=settings | {"trainer.optimizer.lr": 3.0e-2})
+        assert resumed.checkpoints.load_newest() == 1
+        after = [expected(kind, 3.0e-2, update + 1) for update in range(before, total + 2)]
+        close(f"{kind}, resumed", rates(resumed, len(after)), after, 1.0e-6)
+
+
+SCENES = {"dense": dense, "experts": experts, "refuse": refuse, "steps": steps, "damaged": damaged, "full": full,
+          "schedules": schedules}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
