@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import merge_config
+from areal_hpc.config.model_rules import check_model
 from areal_hpc.config.schema import DatasetConfig, Device, OptimizerConfig
 
 
@@ -108,14 +109,19 @@ def load_sft_config(path: str, overrides: list[str]) -> SftConfig:
     scratch = config.init.scratch
     if not config.init.path:
         for key, size, degree in (
-            ("num_heads", scratch.num_heads, trainer.tp),
-            ("intermediate_size", scratch.intermediate_size, trainer.tp),
-            ("num_layers", scratch.num_layers, trainer.pp),
             ("hidden_size", scratch.hidden_size, scratch.num_heads),
             ("num_heads", scratch.num_heads, scratch.num_kv_heads),
         ):
             if size % degree:
-                raise ConfigError(f"init.scratch.{key}={size} is not divisible by {degree}: change it or the layout")
+                raise ConfigError(f"init.scratch.{key}={size} is not divisible by {degree}: change it")
+        model = {
+            "model_type": "qwen2",
+            "num_attention_heads": scratch.num_heads,
+            "num_key_value_heads": scratch.num_kv_heads,
+            "num_hidden_layers": scratch.num_layers,
+            "intermediate_size": scratch.intermediate_size,
+        }
+        check_model(model, tp=trainer.tp, pp=trainer.pp, dp=trainer.dp, key="init.scratch")
     return config
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.config.load import ConfigError, config_digest, read_config
+from areal_hpc.config.model_rules import check_model, num_experts
 from areal_hpc.config.schema import Config, OnExisting
 from areal_hpc.data.datasets import PromptSets, load_prompt_sets
 from areal_hpc.data.identity import check_prompts
@@ -40,14 +41,20 @@ def check_files(config: Config) -> Preflight:
 
 
 def read_model_config(config: Config) -> dict:
-    folder = Path(config.model.path).expanduser()
+    """The config.json of model.path."""
+    return read_model_folder(config.model.path, "model.path")
+
+
+def read_model_folder(path: str, key: str) -> dict:
+    """The config.json of a Hugging Face folder with weights; `key`: the configuration's name for it."""
+    folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"model.path={config.model.path} is no folder; give a Hugging Face folder")
+        raise ConfigError(f"{key}={path} is no folder; give a Hugging Face folder")
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path={config.model.path} has no config.json: not a Hugging Face folder")
+        raise ConfigError(f"{key}={path} has no config.json: not a Hugging Face folder")
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={config.model.path} has no *.safetensors file")
+        raise ConfigError(f"{key}={path} has no *.safetensors file")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -55,26 +62,22 @@ def read_model_config(config: Config) -> dict:
 
 
 def check_model_layout(config: Config, model: dict) -> None:
-    """Refuse heads, layers or experts that the parallel layout does not divide."""
-    trainer = config.trainer
-    heads = model.get("num_attention_heads", 0)
-    layers = model.get("num_hidden_layers", 0)
-    width = model.get("intermediate_size", 0)
-    experts = model.get("num_experts") or 0
-    for name, size, key in (
-        (f"{heads} attention heads", heads, "tp"),
-        (f"intermediate_size {width}", width, "tp"),
-        (f"{layers} layers", layers, "pp"),
-    ):
-        degree = getattr(trainer, key)
-        if size % degree:
-            raise ConfigError(f"trainer.{key}={degree} does not divide the model's {name}: change trainer.{key}")
-    if trainer.ep > 1 and (not experts or experts % trainer.ep):
-        raise ConfigError(f"trainer.ep={trainer.ep} does not divide the model's {experts} experts")
-    if heads % config.rollout.tensor_parallel:
+    """Refuse a model that trainer or engine cannot compute in the configuration's layout."""
+    trainer, split = config.trainer, config.rollout.tensor_parallel
+    check_model(
+        model, tp=trainer.tp, pp=trainer.pp, dp=trainer.dp, ep=trainer.ep, sequence_parallel=trainer.sequence_parallel
+    )
+    heads = model["num_attention_heads"]
+    groups = model.get("num_key_value_heads") or heads
+    if heads % split:
         raise ConfigError(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel} does not divide the model's "
-            f"{heads} attention heads"
+            f"rollout.tensor_parallel={split} does not divide the model's {heads} attention heads: "
+            "change rollout.tensor_parallel"
+        )
+    if groups % split and split % groups:
+        raise ConfigError(
+            f"rollout.tensor_parallel={split} and the model's {groups} key-value heads do not divide each other: "
+            "change rollout.tensor_parallel"
         )
     limit = model.get("max_position_embeddings")
     if limit and config.model.max_context > limit:
@@ -91,7 +94,7 @@ def count_parameters(model: dict) -> int:
     head_dim = model.get("head_dim") or hidden // max(heads, 1)
     kv_heads = model.get("num_key_value_heads") or heads
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    experts = model.get("num_experts") or 0
+    experts = num_experts(model)
     if experts:
         feed_forward = 3 * hidden * model.get("moe_intermediate_size", 0) * experts + hidden * experts
     else:

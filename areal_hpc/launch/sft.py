@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 from areal_hpc.config.errors import ConfigError
+from areal_hpc.config.model_rules import check_model
 from areal_hpc.config.sft_schema import SftConfig, load_sft_config, sft_config_yaml
 from areal_hpc.data.byte_tokenizer import END_ID, VOCAB_SIZE, save_byte_tokenizer
 from areal_hpc.data.examples import load_examples
 from areal_hpc.launch.local import find_mpiexec, rank_environment
+from areal_hpc.launch.preflight import read_model_folder
 
 
 def run_sft(config_path: str, overrides: list[str]) -> int:
@@ -31,8 +33,10 @@ def run_sft(config_path: str, overrides: list[str]) -> int:
         if not config.init.path:
             config.init.path = str(folder / "init")
             make_scratch_model(config, Path(config.init.path))
-        elif not (Path(config.init.path) / "config.json").is_file():
-            raise ConfigError(f"init.path={config.init.path} is no Hugging Face folder")
+        else:
+            layout = config.trainer
+            model = read_model_folder(config.init.path, "init.path")
+            check_model(model, tp=layout.tp, pp=layout.pp, dp=layout.dp, key="init.path")
         config.output = str(output)
         (folder / "sft.yaml").write_text(sft_config_yaml(config))
         print(f"sft: {len(examples)} examples, {config.trainer.steps} steps of {config.trainer.batch_size}, "

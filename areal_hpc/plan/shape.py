@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.config.errors import ConfigError
+from areal_hpc.config.model_rules import num_experts
 from areal_hpc.config.schema import Config
 
 # hidden, layers, heads, key-value heads, intermediate, vocabulary, tied: the Qwen2.5 family,
@@ -118,7 +119,7 @@ def named_shape(size: str) -> ModelShape:
 def read_shape(model: dict) -> ModelShape:
     """From the content of a config.json."""
     heads = model["num_attention_heads"]
-    experts = model.get("num_experts") or 0
+    experts = num_experts(model)
     shape = ModelShape(
         name=str(model.get("model_type", "model")),
         hidden=model["hidden_size"],

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from areal_hpc.config.model_rules import check_model
 from areal_hpc.config.schema import OptimizerConfig
 from areal_hpc.trainer.attention import prepare_local
 from areal_hpc.trainer.batch import MicroBatch, Row, pack, unpack
@@ -30,7 +31,6 @@ from areal_hpc.trainer.logprobs import token_logprobs
 from areal_hpc.trainer.model import (
     ModelOptions,
     build_model,
-    check_model,
     padded_vocab_size,
     read_hf_config,
     rotary_frequencies,
@@ -84,8 +84,12 @@ class MegatronTrainer:
         self.place, self.options, self.model_path = place, options, Path(model_path)
         self.temperature = temperature
         self.hf = read_hf_config(str(model_path))
-        check_model(self.hf, place.layout, options)
-        rows = padded_vocab_size(self.hf.vocab_size, options.vocab_divisor, place.layout.tp)
+        layout = place.layout
+        check_model(
+            self.hf.to_dict(), tp=layout.tp, pp=layout.pp, dp=layout.dp, ep=layout.ep,
+            sequence_parallel=options.sequence_parallel,
+        )
+        rows = padded_vocab_size(self.hf.vocab_size, options.vocab_divisor, layout.tp)
         self._bridge = make_bridge(self.hf, options.dtype, rows, transformer_overrides(place, options))
         self.config = self._bridge.config
         tied = bool(self.hf.tie_word_embeddings) if self.tied is None else self.tied

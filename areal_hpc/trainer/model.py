@@ -2,7 +2,7 @@
 
 Layers are Transformer Engine's where it is installed and the device is cuda, else
 Megatron's local ones with our packed attention and a norm that knows sequence
-parallelism. Models or layouts that cannot work are refused by name (ConfigError).
+parallelism. Models and layouts have passed `config.model_rules`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from areal_hpc.config.errors import ConfigError
 from areal_hpc.trainer.attention import PackedAttention
 from areal_hpc.trainer.kernels import RmsNormFunction, SwigluFunction
-from areal_hpc.trainer.parallel import Layout, Place
-
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+from areal_hpc.trainer.parallel import Place
 
 
 @dataclass(frozen=True)
@@ -47,66 +44,15 @@ def padded_vocab_size(vocab_size: int, divisor: int, tp: int) -> int:
 
 
 def read_hf_config(folder: str):
-    """The folder's transformers configuration with gaps filled; ConfigError for other families."""
+    """The folder's transformers configuration with gaps filled."""
     from transformers import AutoConfig
 
     hf = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if hf.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model.path={folder} is of type {hf.model_type!r}; supported are {', '.join(FAMILIES)}"
-        )
     if getattr(hf, "head_dim", None) is None:
         hf.head_dim = hf.hidden_size // hf.num_attention_heads
     if getattr(hf, "num_key_value_heads", None) is None:
         hf.num_key_value_heads = hf.num_attention_heads
     return hf
-
-
-def check_model(hf, layout: Layout, options: ModelOptions) -> None:
-    """Refuse what this trainer cannot compute exactly, and layouts the model's sizes do not divide into."""
-    name = f"model of type {hf.model_type}"
-    refusals = {
-        f"{name} with hidden_act={hf.hidden_act} (only silu)": hf.hidden_act != "silu",
-        f"{name} with sliding-window attention": bool(getattr(hf, "use_sliding_window", False)),
-        f"{name} with mlp_bias": bool(getattr(hf, "mlp_bias", False)),
-        f"{name} with attention_bias": bool(getattr(hf, "attention_bias", False)),
-        f"{name} with attention_dropout={getattr(hf, 'attention_dropout', 0)}": bool(
-            getattr(hf, "attention_dropout", 0)
-        ),
-    }
-    if hf.model_type == "qwen3_moe":
-        refusals[f"{name} with dense layers among the experts"] = bool(hf.mlp_only_layers) or hf.decoder_sparse_step != 1
-        refusals[f"{name} with norm_topk_prob=false"] = not hf.norm_topk_prob
-    for what, refused in refusals.items():
-        if refused:
-            raise ConfigError(f"model.path: a {what} is not supported")
-    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
-    width = hf.moe_intermediate_size if hf.model_type == "qwen3_moe" else hf.intermediate_size
-    experts = hf.num_experts if hf.model_type == "qwen3_moe" else 0
-    if heads % layout.tp:
-        raise ConfigError(f"trainer.tp={layout.tp} does not divide the model's {heads} attention heads: change trainer.tp")
-    if groups % layout.tp and layout.tp % groups:
-        raise ConfigError(
-            f"trainer.tp={layout.tp} and the model's {groups} key-value heads do not divide each other: change trainer.tp"
-        )
-    if width % layout.tp:
-        raise ConfigError(f"trainer.tp={layout.tp} does not divide the model's intermediate size {width}: change trainer.tp")
-    if hf.num_hidden_layers % layout.pp:
-        raise ConfigError(
-            f"trainer.pp={layout.pp} does not divide the model's {hf.num_hidden_layers} layers: change trainer.pp"
-        )
-    if layout.ep > 1 and not experts:
-        raise ConfigError(f"trainer.ep={layout.ep} needs a model with experts: set trainer.ep=1")
-    if experts and experts % layout.ep:
-        raise ConfigError(f"trainer.ep={layout.ep} does not divide the model's {experts} experts: change trainer.ep")
-    if layout.dp * layout.tp % layout.ep:
-        raise ConfigError(
-            f"trainer.ep={layout.ep} does not divide trainer.tp*dp={layout.tp * layout.dp}: change trainer.ep"
-        )
-    if experts and layout.tp > 1 and not options.sequence_parallel:
-        raise ConfigError("trainer.sequence_parallel=false with trainer.tp > 1 and experts: set it to true")
-    if options.sequence_parallel and layout.tp == 1:
-        raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
 
 
 class RmsNorm(torch.nn.Module):
@@ -227,8 +173,6 @@ def rotary_frequencies(hf) -> torch.Tensor:
         base = parameters.get("rope_theta") or getattr(hf, "rope_theta", 10000.0)
         exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim
         return 1.0 / base**exponents
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(f"model.path: rotary embedding of type {kind!r} is not supported (default, linear, llama3)")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf, device=torch.device("cpu"))

@@ -13,6 +13,7 @@ from areal_hpc.controller.ledger import Ledger
 from areal_hpc.data.identity import prompts_identity
 from areal_hpc.launch.preflight import check_files, check_run_folder, count_parameters
 from areal_hpc.paths import RunPaths
+from areal_hpc.plan.shape import read_shape
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 9,
@@ -74,6 +75,75 @@ def test_mistakes_are_one_line_and_exit_code_2(config_file, capsys, overrides, w
     message = refused(capsys, "check", str(config_file), *overrides)
     for word in words:
         assert word in message
+
+
+TP2 = ["trainer.tp=2", "groups.trainer.ranks_per_node=2"]
+DP2 = ["trainer.dp=2", "groups.trainer.ranks_per_node=2"]
+EVEN = {"num_attention_heads": 6, "num_key_value_heads": 2}
+EXPERTS = EVEN | {
+    "model_type": "qwen3_moe", "num_local_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "words"),
+    [
+        ({"model_type": "mistral"}, [], "model.path: a model of type mistral is not supported"),
+        ({"hidden_act": "gelu"}, [], "hidden_act=gelu"),
+        ({"use_sliding_window": True}, [], "sliding-window"),
+        ({"mlp_bias": True}, [], "mlp_bias"),
+        ({"attention_bias": True}, [], "attention_bias"),
+        ({"attention_dropout": 0.1}, [], "attention_dropout=0.1"),
+        ({"rope_scaling": {"type": "yarn"}}, [], "type yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, [], "type dynamic"),
+        (EXPERTS | {"mlp_only_layers": [0]}, [], "dense layers"),
+        (EXPERTS | {"decoder_sparse_step": 2}, [], "dense layers"),
+        (EXPERTS | {"norm_topk_prob": False}, [], "norm_topk_prob=false"),
+        (EVEN | {"num_key_value_heads": 3}, TP2, "trainer.tp=2 and the model's 3 key-value heads"),
+        (EVEN | {"intermediate_size": 97}, TP2, "trainer.tp=2 does not divide the model's intermediate_size 97"),
+        (EXPERTS | {"moe_intermediate_size": 33}, TP2, "moe_intermediate_size 33"),
+        (EXPERTS, TP2, "trainer.sequence_parallel=false with trainer.tp=2 and experts"),
+        ({}, [*DP2, "trainer.ep=2"], "trainer.ep=2 needs a model with experts"),
+        (EXPERTS | {"num_local_experts": 3}, [*DP2, "trainer.ep=2"], "the model's 3 experts"),
+        (EXPERTS, ["trainer.ep=2"], "trainer.ep=2 does not divide trainer.tp*dp=1"),
+        ({"num_hidden_layers": None}, [], "num_hidden_layers=None"),
+        (EVEN | {"num_key_value_heads": 3}, ["rollout.tensor_parallel=2"], "rollout.tensor_parallel=2 and the model's 3"),
+        ({}, ["rollout.tensor_parallel=2"], "rollout.tensor_parallel=2 does not divide the model's 9 attention heads"),
+        ({}, ["trainer.sequence_parallel=true"], "trainer.sequence_parallel=true needs trainer.tp > 1"),
+    ],
+)
+def test_a_model_that_the_ranks_would_refuse_is_refused_here(config_file, capsys, tmp_path, changes, overrides, words):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | changes))
+    assert words in refused(capsys, "check", str(config_file), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        (EVEN | {"num_key_value_heads": 1}, TP2),
+        ({"rope_scaling": {"rope_type": "llama3"}, "model_type": "llama"}, []),
+        (EXPERTS, [*DP2, "trainer.ep=2"]),
+        (EXPERTS, [*TP2, "trainer.sequence_parallel=true"]),
+    ],
+)
+def test_what_the_ranks_can_compute_passes(config_file, tmp_path, changes, overrides):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | changes))
+    assert main(["check", str(config_file), *overrides]) == 0
+
+
+def test_sft_applies_the_same_rules(capsys, tmp_path, config_file):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"model_type": "mistral"}))
+    file = tmp_path / "sft.yaml"
+    file.write_text(f"{{output: {tmp_path}/out, init: {{path: {tmp_path}/model}}, data: {{worked: {{size: 4}}}}}}")
+    assert "init.path: a model of type mistral" in refused(capsys, "sft", str(file))
+
+
+def test_experts_are_counted_by_either_name():
+    names = [{key: 4} for key in ("num_experts", "num_local_experts")]
+    shapes = [{key: value for key, value in (MODEL | EXPERTS).items() if key != "num_local_experts"} | name
+              for name in names]
+    counts = {count_parameters(shape) for shape in shapes} | {read_shape(shape).parameters for shape in shapes}
+    assert len(counts) == 1 and counts != {count_parameters(MODEL)}
 
 
 def test_run_refuses_before_anything_starts(config_file, capsys, tmp_path):

@@ -31,7 +31,7 @@ def size_of(name: str) -> str:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name):
     config = load_config(CONFIGS / name)
-    model = {**dict(zip(KEYS, MODELS[size_of(name)])), "max_position_embeddings": 131072}
+    model = {**dict(zip(KEYS, MODELS[size_of(name)])), "model_type": "qwen2", "max_position_embeddings": 131072}
     check_model_layout(config, model)
     assert model["num_key_value_heads"] % config.trainer.tp == 0
     assert config.run.name == name.removesuffix(".yaml")
