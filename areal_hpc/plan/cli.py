@@ -152,6 +152,14 @@ def _memory_table(report: Report, config: Config, *ranks: RankMemory) -> None:
     on_gpu = config.run.device is Device.cuda
     unit = "GPU" if on_gpu else "rank (host memory)"
     report.table(Table(f"memory per {unit}, GiB", ["", *(rank.role for rank in ranks)], rows))
+    lead_copy = ranks[0].parts.get(sizes.LEAD_COPY, 0)
+    if lead_copy:
+        report.line(
+            f"trainer: the lead, shown here, holds {lead_copy / GIB:.2f} GiB that no other rank does, the weights "
+            "that weights.overlap publishes from"
+        )
+    elif config.weights.overlap:
+        report.line("trainer: the lead's copy for weights.overlap leaves it below the rank shown here")
     for rank in ranks:
         if not rank.fits:
             report.line(f"{rank.role} does not fit: {rank.advice}")
@@ -165,6 +173,7 @@ def _memory_table(report: Report, config: Config, *ranks: RankMemory) -> None:
             rank.total * group.ranks
             for rank, group in zip(ranks, (groups.trainer, groups.rollout), strict=True)
         )
+        whole -= lead_copy * (groups.trainer.ranks - 1)
         report.line(f"all ranks on one machine: {whole / GIB:.2f} GiB")
     if on_gpu:
         # An engine takes what memory there is: its device follows from the trainer's need alone.

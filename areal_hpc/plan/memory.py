@@ -30,6 +30,8 @@ CPU_FRAMEWORK = GIB
 LOGIT_BYTES = {4: 20, 2: 22}
 """Peak per logit, by bytes of a weight: the logits, in half precision their float32 copy too,
 scaled, as probabilities, and two temporaries of the entropy."""
+LEAD_COPY = "published copy"
+"""Part of one rank alone: weights.overlap trains on while the transfer goes over a copy of all weights."""
 USABLE = {Device.cuda: 0.95, Device.cpu: 0.8}
 """Allocators lose the rest to fragments: PyTorch's pool little, the C library's heap a fifth."""
 
@@ -75,6 +77,9 @@ def trainer_memory(config: Config, shape: ModelShape, limit: int, dp: int | None
     trainer, width = config.trainer, dtype_bytes(config)
     dp = dp or trainer.dp
     stages = [_stage(config, shape, stage, dp) for stage in range(trainer.pp)]
+    if config.weights.overlap:
+        # The lead, a rank of the first stage, keeps the whole model under its Hugging Face names.
+        stages[0][LEAD_COPY] = shape.parameters * width
     parts = max(stages, key=lambda stage: sum(stage.values()))
     # The reference policy waits in host memory, and the current one while it computes.
     copies = 2 * (config.algorithm.kl_coef > 0) * int(parts["weights"])
@@ -151,6 +156,8 @@ def _trainer_advice(config: Config, parts: dict[str, int]) -> str:
     if working >= sum(parts.values()) - working:
         largest = "activations" if parts.get("activations", 0) > parts.get("logits", 0) else "logits"
     floor = config.model.max_context
+    if largest == LEAD_COPY:
+        return f"{LEAD_COPY} of the lead: set weights.overlap=false"
     if largest == "activations" and not trainer.recompute:
         return "activations: set trainer.recompute=true"
     if largest in ("activations", "logits") and trainer.micro_batch_tokens > floor:

@@ -114,3 +114,12 @@ def test_on_a_terminal_the_tables_are_drawn(config_file):
     out = Terminal()
     assert plan_main(config_file, ["run.total_steps=10"], model_size="1.5B", out=out) == 0
     assert "│" in out.getvalue() and "best" in out.getvalue()
+
+
+def test_the_copy_of_overlap_is_shown_and_said(config_file):
+    out = io.StringIO()
+    plan_main(config_file, ["weights.overlap=true"], model_size="1.5B", gpu_memory_gib=None, answer_tokens=None,
+              from_run=None, as_json=False, out=out)  # fmt: skip
+    assert "published copy" in out.getvalue() and "weights.overlap publishes from" in out.getvalue()
+    parts = planned(config_file, "weights.overlap=true")["memory"]["trainer"]["parts_bytes"]
+    assert parts["published copy"] == 2 * planned(config_file)["model"]["parameters"]

@@ -10,6 +10,7 @@ from areal_hpc.launch.preflight import count_parameters
 from areal_hpc.plan.lengths import LogNormal
 from areal_hpc.plan.memory import (
     GIB,
+    LEAD_COPY,
     engine_slots,
     memory_limit,
     rollout_memory,
@@ -96,6 +97,26 @@ def test_activations_by_hand_with_and_without_recompute():
     longer = config()
     longer.model.max_context = 16384
     assert trainer_memory(longer, shape, 80 * GIB).parts["activations"] == 2 * parts["activations"]
+
+
+@pytest.mark.parametrize("size", ["1.5B", "7B"])
+def test_the_lead_holds_a_copy_of_all_weights_where_training_goes_on_while_they_travel(size):
+    shape, layout = named_shape(size), config(tp=2)
+    plain = trainer_memory(layout, shape, 80 * GIB)
+    layout.weights.overlap = True
+    lead = trainer_memory(layout, shape, 80 * GIB)
+    assert lead.parts == plain.parts | {LEAD_COPY: 2 * shape.parameters}  # not divided by tp
+    # It lies on the first stage; a fuller last one stays what is shown.
+    layout = config(pp=2, micro_batch_tokens=65536, recompute=True)
+    plain = trainer_memory(layout, shape, 80 * GIB)
+    layout.weights.overlap = True
+    assert plain.parts["logits"] and trainer_memory(layout, shape, 80 * GIB).parts == plain.parts
+
+
+def test_a_copy_that_does_not_fit_names_its_switch():
+    layout = config(tp=8, pp=2, recompute=True, micro_batch_tokens=1024)
+    layout.weights.overlap = True
+    assert "weights.overlap=false" in trainer_memory(layout, named_shape("32B"), 24 * GIB).advice
 
 
 def test_logits_split_over_tp_and_sit_on_the_last_stage():
