@@ -181,11 +181,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from areal_hpc.config.load import load_config
+    from areal_hpc.config.load import load_config, training_warnings
     from areal_hpc.launch.preflight import check_files
 
     config = load_config(arguments.config, arguments.overrides)
     found = check_files(config)
+    for warning in training_warnings(config):
+        print(f"warning: {warning}", file=sys.stderr)
     print(
         f"ok: {found.model_type} with {found.num_parameters / 1e6:.1f}M parameters, "
         f"{len(found.prompts.train)} training and {len(found.prompts.heldout)} held-out prompts, "

@@ -155,6 +155,7 @@ def check_config(config: Config) -> None:
         )
     check_algorithm(config)
     check_trainer(config)
+    check_sampling(config)
     check_deterministic(config)
     if rollout.max_new_tokens >= config.model.max_context:
         raise ConfigError(
@@ -249,14 +250,40 @@ def check_trainer(config: Config) -> None:
         if not holds:
             value = getattr(optimizer, name)
             raise ConfigError(f"trainer.optimizer.{name}={value} is out of range: change trainer.optimizer.{name}")
+    for name in ("weight_history", "critic_lr"):
+        if getattr(trainer, name) < 0:
+            raise ConfigError(f"trainer.{name}={getattr(trainer, name)} must not be negative: change trainer.{name}")
+    if trainer.sequence_parallel and trainer.tp == 1:
+        raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
+
+
+def check_sampling(config: Config) -> None:
+    """Refuse sampling parameters that an engine would refuse, or that leave nothing to learn from."""
     if config.rollout.temperature <= 0:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature} must be above 0: training needs a distribution"
         )
-    if trainer.weight_history < 0:
-        raise ConfigError(f"trainer.weight_history={trainer.weight_history} must not be negative")
-    if trainer.sequence_parallel and trainer.tp == 1:
-        raise ConfigError("trainer.sequence_parallel=true needs trainer.tp > 1: set it to false")
+    if config.eval.temperature < 0:
+        raise ConfigError(f"eval.temperature={config.eval.temperature} must not be negative: 0 is greedy")
+    for group, sampling in (("rollout", config.rollout), ("eval", config.eval)):
+        if not 0 < sampling.top_p <= 1:
+            raise ConfigError(f"{group}.top_p={sampling.top_p} must lie in (0, 1]: 1 turns it off")
+        if sampling.top_k < -1:
+            raise ConfigError(f"{group}.top_k={sampling.top_k} must be at least 1, or -1 to turn it off")
+
+
+def training_warnings(config: Config) -> list[str]:
+    """What may be wanted but changes what is learnt: `check` and `submit` print it, the run journals it at its start."""
+    given = [f"rollout.top_p={config.rollout.top_p:g}"] if config.rollout.top_p < 1 else []
+    given += [f"rollout.top_k={config.rollout.top_k}"] if config.rollout.top_k > 0 else []
+    if not given:
+        return []
+    return [
+        f"{' and '.join(given)}: importance weights are biased: answers are drawn from the kept tokens alone, with "
+        "log-probabilities to match, while the trainer's count every token, so that pi_prox/pi_behav is at most 1 "
+        "where both hold the same weights; train with rollout.top_p=1 and rollout.top_k=-1 "
+        "(eval.top_p and eval.top_k cut evaluation alone)"
+    ]
 
 
 def _positive(values: dict[str, int]) -> None:

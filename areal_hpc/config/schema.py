@@ -149,7 +149,9 @@ class RolloutConfig:
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
+    """Nucleus sampling, 1 is off. For training see configs/README.md: importance weights suppose the whole distribution."""
     top_k: int = -1
+    """Tokens to draw from, -1 is off; see top_p."""
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     """End-of-sequence ids beside those of the model's generation_config.json."""
@@ -284,6 +286,10 @@ class EvalConfig:
     num_samples: int = 1
     """Answers per prompt; more than one needs a temperature: greedy answers are all the same."""
     temperature: float = 0.0
+    top_p: float = 1.0
+    """Nucleus sampling of these answers, whatever rollout.top_p is."""
+    top_k: int = -1
+    """Tokens to draw these answers from, whatever rollout.top_k is; -1 is all."""
     max_new_tokens: int = 0
     """0 takes rollout.max_new_tokens."""
     batch_prompts: int = 64

@@ -79,6 +79,8 @@ class Evaluation:
         sampling = SamplingSpec(
             max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
             temperature=config.eval.temperature,
+            top_p=config.eval.top_p,
+            top_k=config.eval.top_k,
             stop=tuple(config.rollout.stop),
             stop_token_ids=tuple(config.rollout.stop_token_ids),
         )

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from areal_hpc.config.changes import describe_changes, settings
-from areal_hpc.config.load import config_digest
+from areal_hpc.config.load import config_digest, training_warnings
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.ledger import Ledger, read_ledger
 from areal_hpc.controller.progress import Progress
@@ -156,6 +156,8 @@ def open_ledger(
         time=time.time(),
         counters=dict(progress.earlier),
     )
+    for warning in training_warnings(config):
+        progress.event(f"warning: {warning}")
     if changes:
         progress.event(f"changed since the last attempt, from step {train_step} on: {'; '.join(changes)}")
     if state.attempt > 1:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from areal_hpc.config.errors import ConfigError
-from areal_hpc.config.load import load_config, save_config
+from areal_hpc.config.load import load_config, save_config, training_warnings
 from areal_hpc.config.schema import Config
 from areal_hpc.launch import slurm
 from areal_hpc.launch.drain import slow_drain_warnings
@@ -67,7 +67,7 @@ def _load(config_path: str, overrides: list[str]) -> tuple[Config, Site, RunPath
     paths = RunPaths(Path(config.run.folder).expanduser().resolve())
     check_log_folder(paths.root)
     plan_job(config)
-    for warning in check_launch(config) + slow_drain_warnings(paths, config):
+    for warning in check_launch(config) + slow_drain_warnings(paths, config) + training_warnings(config):
         print(f"warning: {warning}", file=sys.stderr)
     return config, site, paths
 

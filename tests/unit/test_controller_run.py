@@ -17,7 +17,9 @@ from areal_hpc.analysis.audit import audit
 from areal_hpc.controller import loop, progress, shutdown, startup
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import OnChange, OnExisting
+from areal_hpc.controller.evaluation import Evaluation
 from areal_hpc.controller.ledger import read_ledger
+from areal_hpc.data.datasets import load_prompt_sets
 from areal_hpc.messages import Publish, SaveCheckpoint, TrainBatch
 from areal_hpc.paths import RunPaths
 from controller_world import Crash, Disk, Faults, FakeWorld, make_config
@@ -426,3 +428,12 @@ def test_a_second_controller_is_kept_out_of_the_folder(tmp_path, printed):
     world.paths.create()
     with runlock.acquire(world.paths.lock), pytest.raises(ConfigError, match="is in use by"):
         world.run()
+
+
+def test_cut_sampling_is_journalled_once_and_leaves_evaluations_alone(go, printed):
+    world = go(rollout__top_p=0.9, eval__every=3, eval__top_k=7)
+    told = [record["text"] for record in records(world) if "importance weights are biased" in record.get("text", "")]
+    assert len(told) == 1 and "rollout.top_p=0.9" in told[0] and told[0] in printed
+    heldout = load_prompt_sets(world.config.data).heldout
+    requests = Evaluation(world.config, heldout, train_step=0, version=0, first_id=0).requests
+    assert {(request.sampling.top_p, request.sampling.top_k) for request in requests} == {(1.0, 7)}

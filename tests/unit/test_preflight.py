@@ -58,6 +58,15 @@ def test_a_good_configuration_passes(config_file, capsys):
     assert "longest prompt 40 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20"])
+def test_cut_sampling_is_warned_of_by_name_and_only_for_training(config_file, capsys, override):
+    assert main(["check", str(config_file), override]) == 0
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and override in warning and "importance weights are biased" in warning
+    assert main(["check", str(config_file), override.replace("rollout", "eval")]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -69,6 +78,10 @@ def test_a_good_configuration_passes(config_file, capsys):
         (["model.path=/no/such/folder"], ["model.path=/no/such/folder"]),
         (["data.train.path=/no/such/file"], ["data.train.path=/no/such/file"]),
         (["run.totl_steps=1"], ["run.totl_steps", "run.total_steps"]),
+        (["rollout.top_p=0"], ["rollout.top_p=0.0", "(0, 1]"]),
+        (["eval.top_k=-2"], ["eval.top_k=-2"]),
+        (["eval.temperature=-1"], ["eval.temperature=-1.0"]),
+        (["trainer.critic_lr=-1"], ["trainer.critic_lr=-1.0"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(config_file, capsys, overrides, words):
