@@ -103,7 +103,7 @@ def token_checksum(
     return zlib.crc32(np.ascontiguousarray(versions, np.int32), state)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Trajectory:
     """One answer with its prompt; all per-token arrays have the shape [num_tokens].
 
@@ -124,11 +124,38 @@ class Trajectory:
     finish_reason: str
     reward_parts: dict[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        shape = self.tokens.shape
-        if len(shape) != 1 or not self.loss_mask.shape == self.rollout_logprobs.shape == self.versions.shape == shape:
-            found = (shape, self.loss_mask.shape, self.rollout_logprobs.shape, self.versions.shape)
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        loss_mask: np.ndarray,
+        rollout_logprobs: np.ndarray,
+        versions: np.ndarray,
+        reward: float,
+        prompt_id: int,
+        group_id: int,
+        sample_index: int,
+        finish_reason: str,
+        reward_parts: dict[str, float] | None = None,
+    ) -> None:
+        """ValueError unless the arrays have one shape [T]."""
+        shape = tokens.shape
+        if len(shape) != 1 or not loss_mask.shape == rollout_logprobs.shape == versions.shape == shape:
+            found = (shape, loss_mask.shape, rollout_logprobs.shape, versions.shape)
             raise ValueError(f"per-token arrays of a trajectory must have one shape [T], got {found}")
+        # At once, where a frozen dataclass' own __init__ goes through object.__setattr__ for each
+        # field: reading a shard makes a thousand of these while the disk waits.
+        self.__dict__.update(
+            tokens=tokens,
+            loss_mask=loss_mask,
+            rollout_logprobs=rollout_logprobs,
+            versions=versions,
+            reward=reward,
+            prompt_id=prompt_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            finish_reason=finish_reason,
+            reward_parts={} if reward_parts is None else reward_parts,
+        )
 
     @property
     def num_tokens(self) -> int:

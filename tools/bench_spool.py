@@ -99,9 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write (default: here)")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write, made if it is missing (default: here)")
     arguments = parser.parse_args()
     rounds = 9 if arguments.quick else 41
+    try:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--folder {arguments.folder}: {error.strerror}")
     ratios: dict[str, list[float]] = {"write_over_raw": [], "read_over_raw": []}
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix=".bench-spool-") as name:
         for megabytes in (1, 4, 16):

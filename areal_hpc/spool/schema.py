@@ -15,6 +15,7 @@ covers its tokens, the digest everything else, checksums included.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,9 @@ TABLE = np.dtype(
 
 HEAD_ARRAYS = {"trajectories": TABLE, "offsets": np.dtype("<i8"), "reward_parts": np.dtype("<f4")}
 """Name -> type of the arrays beside the tokens."""
+
+BLOCK_ROWS = 64
+"""Rows that are described at a time: their tokens stay in the processor's cache from one look to the next."""
 
 
 class ShardError(ValueError):
@@ -135,13 +139,13 @@ def check(trajectories: Sequence[Trajectory]) -> None:
     """
     if not trajectories:
         raise ValueError("a shard needs at least one trajectory")
-    kinds = {name: np.dtype(kind) for name, kind in TOKEN_ARRAYS.items()}
+    kinds = [np.dtype(kind) for kind in TOKEN_ARRAYS.values()]
+    arrays = operator.attrgetter(*TOKEN_ARRAYS)
     parts = trajectories[0].reward_parts.keys()
     for trajectory in trajectories:
-        for name, kind in kinds.items():
-            found = getattr(trajectory, name).dtype
-            if found != kind:
-                raise ValueError(f"{name} of prompt {trajectory.prompt_id} has the type {found}; a shard holds {kind}")
+        if [array.dtype for array in arrays(trajectory)] != kinds:
+            found = {name: str(getattr(trajectory, name).dtype) for name in TOKEN_ARRAYS}
+            raise ValueError(f"prompt {trajectory.prompt_id} has the types {found}; a shard holds {TOKEN_ARRAYS}")
         if not trajectory.num_tokens:
             raise ValueError(f"an answer to prompt {trajectory.prompt_id} has no token: it needs at least one token")
         if trajectory.reward_parts.keys() != parts:
@@ -162,14 +166,10 @@ def make_head(trajectories: Sequence[Trajectory], labels: Labels, run_id: str, w
     lengths = [trajectory.num_tokens for trajectory in trajectories]
     offsets = np.zeros(len(lengths) + 1, HEAD_ARRAYS["offsets"])
     np.cumsum(lengths, out=offsets[1:])
-    # Over all rows at once: reduceat works on the segments between the offsets.
-    starts = offsets[:-1]
-    trained = np.concatenate([trajectory.loss_mask for trajectory in trajectories]) != 0
-    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
-    num_trained = np.add.reduceat(trained, starts, dtype=np.int64)
-    newest = np.maximum.reduceat(np.where(trained, versions, PROMPT_VERSION), starts)
-    oldest = np.minimum.reduceat(np.where(trained, versions, np.iinfo(np.int32).max), starts)
-    oldest[num_trained == 0] = PROMPT_VERSION
+    described = [
+        _describe(trajectories[first : first + BLOCK_ROWS]) for first in range(0, len(trajectories), BLOCK_ROWS)
+    ]
+    checksums, num_trained, oldest, newest = (np.concatenate(columns) for columns in zip(*described, strict=True))
     columns = {
         "group_id": [trajectory.group_id for trajectory in trajectories],
         "prompt_id": [trajectory.prompt_id for trajectory in trajectories],
@@ -180,7 +180,7 @@ def make_head(trajectories: Sequence[Trajectory], labels: Labels, run_id: str, w
         "max_version": newest,
         "reward": [trajectory.reward for trajectory in trajectories],
         "finish_reason": [code[trajectory.finish_reason] for trajectory in trajectories],
-        "checksum": [trajectory.checksum for trajectory in trajectories],
+        "checksum": checksums,
     }
     table = np.empty(len(lengths), TABLE)
     for name, column in columns.items():
@@ -188,6 +188,22 @@ def make_head(trajectories: Sequence[Trajectory], labels: Labels, run_id: str, w
     parts = [[trajectory.reward_parts[name] for name in labels.part_names] for trajectory in trajectories]
     reward_parts = np.array(parts, HEAD_ARRAYS["reward_parts"]).reshape(len(lengths), len(labels.part_names))
     return ShardHead(run_id, writer_rank, labels, table, offsets, reward_parts)
+
+
+def _describe(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, ...]:
+    """[N] each: checksum, number of trained tokens, oldest and newest version among these."""
+    checksums = np.array([trajectory.checksum for trajectory in trajectories], np.uint32)
+    num_trained = np.array([np.count_nonzero(trajectory.loss_mask) for trajectory in trajectories], np.int32)
+    # Over all rows at once: reduceat works on the segments between their starts.
+    starts = np.cumsum([0, *(trajectory.num_tokens for trajectory in trajectories[:-1])])
+    untrained = np.concatenate([trajectory.loss_mask for trajectory in trajectories]) == 0
+    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
+    np.copyto(versions, PROMPT_VERSION, where=untrained)
+    newest = np.maximum.reduceat(versions, starts)
+    np.copyto(versions, np.iinfo(np.int32).max, where=untrained)
+    oldest = np.minimum.reduceat(versions, starts)
+    oldest[num_trained == 0] = PROMPT_VERSION
+    return checksums, num_trained, oldest, newest
 
 
 def make_trajectories(

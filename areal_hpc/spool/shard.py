@@ -4,7 +4,8 @@
 and offline tools call `read_rows` and `read_index`. No locks, no SWMR, no pickle. Datasets
 are contiguous: a shard is written once and read in a few large pieces (chunks and
 compression cost several times the disk's own time). HDF5 lays the file out; the tokens go
-from the trajectories' own arrays to their places in it without a copy.
+from the trajectories' own arrays to their places in it without a copy, and come from there.
+The processor is the bottleneck, not the disk, so both work at the same time.
 """
 
 from __future__ import annotations
@@ -16,21 +17,16 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-# Network filesystems often refuse HDF5's advisory locks; whole files behind an atomic rename
-# need none. The library reads this when it is loaded, hence before the import of h5py.
-os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
-from h5py import h5a, h5d, h5f, h5p, h5s, h5t  # noqa: E402
-
-from areal_hpc.durable import disk_full, sync_folder, write_all  # noqa: E402
-from areal_hpc.spool.schema import (  # noqa: E402
-    HEAD_ARRAYS,
+from areal_hpc.durable import disk_full, sync_folder, write_all
+from areal_hpc.spool import hdf5
+from areal_hpc.spool.schema import (
     SCHEMA_VERSION,
     TOKEN_ARRAYS,
     Labels,
@@ -41,21 +37,22 @@ from areal_hpc.spool.schema import (  # noqa: E402
     make_labels,
     make_trajectories,
 )
-from areal_hpc.types import ShardRow, Trajectory, token_checksum  # noqa: E402
+from areal_hpc.types import ShardRow, Trajectory, token_checksum
 
 __all__ = ["ShardError", "ShardInfo", "ShardWriter", "quarantine", "read_head", "read_index", "read_rows"]
 
 SUFFIX = ".h5"
-METADATA_BYTES = 16 * 1024
-"""Twice what HDF5's own structures take in a shard, the labels aside."""
-TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in TOKEN_ARRAYS.values())
+TOKEN_BYTES = sum(hdf5.KINDS[name].itemsize for name in TOKEN_ARRAYS)
 PASSING = (errno.EIO, errno.ESTALE)
 """Answers of a filesystem that may be others a moment later."""
 AGAIN_S = 0.1
 MAX_READS = 32
 """More pieces than this are read as one span: each costs a call per array."""
-MAX_GATHER = 512
-"""Arrays in one vectored write; the system takes 1,024."""
+MAX_GATHER = 1024
+"""Arrays in one vectored write: what the system takes."""
+FRONT_BYTES = 16 * 1024
+BACK_SHARE = 64
+"""What is read ahead of the tokens: so much at a shard's front, this share of it more at its back."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,7 @@ class ShardWriter:
         # names, the random part keeps them apart even when a clock was set back.
         self._life = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         self._count = 0
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
 
     def commit(self, trajectories: Sequence[Trajectory]) -> ShardInfo:
         """Write whole groups as one shard and return what the controller needs to know of it.
@@ -95,13 +93,15 @@ class ShardWriter:
         path = self._folder / f"{self._life}-{self._count:06d}{SUFFIX}"
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            head, num_bytes = _write(temporary, trajectories, self._run_id, self._writer_rank)
+            head, num_bytes = _write(temporary, trajectories, self._run_id, self._writer_rank, self._helper)
             os.rename(temporary, path)
             sync_folder(self._folder)
-        except OSError as error:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
             expected = sum(trajectory.num_tokens for trajectory in trajectories) * TOKEN_BYTES
-            raise disk_full(error, path, expected + METADATA_BYTES) or error from None
+            raise disk_full(error, path, expected + hdf5.METADATA_BYTES) or error from None
         return ShardInfo(path, head.digest(), head.rows(), num_bytes)
 
 
@@ -137,15 +137,18 @@ def read_rows(
     stay invisible (a network filesystem's cached folder) before FileNotFoundError is raised.
     Raises ShardError for a file that fails. The arrays may be views of one buffer.
     """
-    with _opened(Path(path), wait_s) as file:
-        head = _read_head(file, run_id, verify)
+    with _opened(Path(path), wait_s) as source:
+        head = _read_head(source, run_id, verify)
         chosen = list(range(head.num_rows)) if rows is None else list(rows)
         if chosen and not (0 <= min(chosen) and max(chosen) < head.num_rows):
             raise ShardError(f"row {max(chosen, key=abs)} was asked for, it has {head.num_rows}")
-        arrays, starts = _read_tokens(file, head, chosen)
+        tokens = _Tokens.of(head, chosen)
+        # The trajectories are views: made while the disk still works.
+        trajectories = make_trajectories(head, tokens.arrays, chosen, [tokens.starts[row] for row in chosen])
+        tokens.fill(source, head)
         if verify:
-            _check_tokens(head, arrays, starts)
-        return make_trajectories(head, arrays, chosen, [starts[row] for row in chosen])
+            _check_tokens(head, tokens)
+        return trajectories
 
 
 @_again
@@ -156,12 +159,13 @@ def read_index(
 
     Without `verify` the tokens are not read: a few milliseconds whatever the size.
     """
-    with _opened(Path(path), wait_s) as file:
-        head = _read_head(file, run_id, verify)
+    with _opened(Path(path), wait_s, whole=verify) as source:
+        head = _read_head(source, run_id, verify)
         if verify:
-            arrays, starts = _read_tokens(file, head, range(head.num_rows))
-            _check_tokens(head, arrays, starts)
-        return ShardInfo(Path(path), _text(file, "digest"), head.rows(), os.path.getsize(path))
+            tokens = _Tokens.of(head, range(head.num_rows))
+            tokens.fill(source, head)
+            _check_tokens(head, tokens)
+        return ShardInfo(Path(path), hdf5.text(source.file, "digest"), head.rows(), source.num_bytes)
 
 
 @_again
@@ -170,8 +174,8 @@ def read_head(path: str | Path) -> tuple[ShardHead, str]:
 
     For walks over many shards. Raises ShardError and FileNotFoundError.
     """
-    with _opened(Path(path), 0.0, whole=False) as file:
-        return _read_head(file, None, True), _text(file, "digest")
+    with _opened(Path(path), 0.0, whole=False) as source:
+        return _read_head(source, None, True), hdf5.text(source.file, "digest")
 
 
 def quarantine(path: Path, folder: Path, reason: str) -> Path:
@@ -186,118 +190,111 @@ def quarantine(path: Path, folder: Path, reason: str) -> Path:
 # ---- writing ---------------------------------------------------------------------------
 
 
-def _write(path: Path, trajectories: Sequence[Trajectory], run_id: str, writer_rank: int) -> tuple[ShardHead, int]:
+def _write(
+    path: Path, trajectories: Sequence[Trajectory], run_id: str, writer_rank: int, helper: ThreadPoolExecutor
+) -> tuple[ShardHead, int]:
     """Write and sync the file; returns its head and size.
 
-    The tokens come first: while the disk works on them, their checksums are computed.
-    HDF5 itself writes only its own structures, into space that is reserved before: when
-    these meet a full disk HDF5 may crash the process.
+    `helper` sends the tokens to the disk, at the places that HDF5 will give them; meanwhile
+    this thread computes their checksums and has the file laid out. HDF5 itself writes only its
+    own structures, into space that is reserved before: when these meet a full disk HDF5 may
+    crash the process.
     """
     labels = make_labels(trajectories)
-    num_reserved = METADATA_BYTES + 4 * len(labels.stored)
+    num_reserved = hdf5.metadata_bytes(len(labels.stored))
+    start = hdf5.first_place(num_reserved)
+    tokens = [getattr(trajectory, name) for name in TOKEN_ARRAYS for trajectory in trajectories]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        write_all(descriptor, _empty_file())
-        os.posix_fallocate(descriptor, 0, num_reserved)
-        file = h5f.open(os.fsencode(path), h5f.ACC_RDWR, _access(num_reserved // 2))
+        sending = helper.submit(_gather, descriptor, tokens, start)
         try:
-            places = _lay_out(file, trajectories, len(labels.part_names))
-            for name in TOKEN_ARRAYS:
-                _gather(descriptor, [getattr(trajectory, name) for trajectory in trajectories], places[name])
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # starts the transfer to the disk
+            # The checksums first: the other steps would wait for the tokens on their way into the file.
             head = make_head(trajectories, labels, run_id, writer_rank)
-            for name, array in head.arrays.items():
-                if array.size:
-                    _gather(descriptor, [array], places[name])
-            _set_attributes(file, head)
+            write_all(descriptor, hdf5.empty_file())
+            os.posix_fallocate(descriptor, 0, start)
+            with hdf5.opened(path, num_reserved) as file:
+                places = hdf5.lay_out(file, head.num_rows, head.num_tokens, len(labels.part_names))
+                hdf5.set_attributes(file, _attributes(head))
         finally:
-            file.close()
+            wait([sending])  # nothing may write to a descriptor that is closed
+        sending.result()
+        for name in TOKEN_ARRAYS:
+            if places[name] != start:
+                raise RuntimeError(f"HDF5 put {name} of {path} at {places[name]}, expected at {start}")
+            start += head.num_tokens * hdf5.KINDS[name].itemsize
+        for name, array in head.arrays.items():
+            _write_at(descriptor, memoryview(array.tobytes()), places[name])
         os.fsync(descriptor)
         return head, os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
 
 
-def _lay_out(file: h5f.FileID, trajectories: Sequence[Trajectory], num_parts: int) -> dict[str, int]:
-    """Create the datasets; returns where in the file the bytes of each belong.
-
-    The low-level API with ready-made types: it takes a third of the time.
-    """
-    num_rows, num_tokens = len(trajectories), sum(trajectory.num_tokens for trajectory in trajectories)
-    shapes = {name: (num_tokens,) for name in TOKEN_ARRAYS}
-    shapes |= {"trajectories": (num_rows,), "offsets": (num_rows + 1,), "reward_parts": (num_rows, num_parts)}
-    # Given a place at once and never filled: the bytes are written past HDF5.
-    reserved = h5p.create(h5p.DATASET_CREATE)
-    reserved.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    reserved.set_fill_time(h5d.FILL_TIME_NEVER)
+def _attributes(head: ShardHead) -> dict[str, str | int]:
     return {
-        name: h5d.create(file, name.encode(), _types()[name], h5s.create_simple(shape), reserved).get_offset()
-        for name, shape in shapes.items()
-    }
-
-
-def _set_attributes(file: h5f.FileID, head: ShardHead) -> None:
-    attributes: dict[str, str | int] = {
         "schema_version": SCHEMA_VERSION,
         "run_id": head.run_id,
         "writer_rank": head.writer_rank,
         "labels": head.labels.stored,
         "digest": head.digest(),
     }
-    space = h5s.create(h5s.SCALAR)
-    for name, value in attributes.items():
-        stored = np.array(value.encode() if isinstance(value, str) else value)
-        kind = h5t.py_create(stored.dtype)
-        h5a.create(file, name.encode(), kind, space).write(stored, kind)
 
 
 def _gather(descriptor: int, arrays: list[np.ndarray], place: int) -> None:
-    """Write arrays one after the other from `place` on, without joining them first."""
+    """Write arrays one after the other from `place` on, without joining them first, and start their transfer."""
     for first in range(0, len(arrays), MAX_GATHER):
         pieces = [np.ascontiguousarray(array) for array in arrays[first : first + MAX_GATHER]]
         end = place + sum(piece.nbytes for piece in pieces)
         place += os.pwritev(descriptor, pieces, place)
         if place < end:  # the system took a part only: the rest in one piece
-            rest = memoryview(b"".join(pieces))[place - end :]
-            while rest:
-                place += (count := os.pwrite(descriptor, rest, place))
-                rest = rest[count:]
+            _write_at(descriptor, memoryview(b"".join(pieces))[place - end :], place)
+            place = end
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@functools.cache
-def _types() -> dict[str, h5t.TypeID]:
-    """HDF5's type of each dataset."""
-    kinds = {name: np.dtype(kind) for name, kind in TOKEN_ARRAYS.items()} | HEAD_ARRAYS
-    return {name: h5t.py_create(kind) for name, kind in kinds.items()}
-
-
-def _access(metadata_bytes: int = 2048) -> h5p.PropFAID:
-    """`metadata_bytes`: HDF5's own structures are put together in pieces of that size."""
-    access = h5p.create(h5p.FILE_ACCESS)
-    access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
-    access.set_meta_block_size(metadata_bytes)
-    # Closing the file closes it, even while a dataset object (or a traceback) is still alive.
-    access.set_fclose_degree(h5f.CLOSE_STRONG)
-    return access
-
-
-@functools.cache
-def _empty_file() -> bytes:
-    """The bytes of an HDF5 file with nothing in it."""
-    access = _access()
-    access.set_fapl_core(4096, False)
-    file = h5f.create(b"empty", h5f.ACC_TRUNC, None, access)
-    h5f.flush(file)
-    image = file.get_file_image()
-    file.close()
-    return image
+def _write_at(descriptor: int, rest: memoryview, place: int) -> None:
+    while rest:
+        place += (count := os.pwrite(descriptor, rest, place))
+        rest = rest[count:]
 
 
 # ---- reading ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Source:
+    """An open shard: HDF5's view of it, and the descriptor that its datasets are read through."""
+
+    file: hdf5.FileID
+    descriptor: int
+    num_bytes: int
+
+    def read(self, name: str, array: np.ndarray, place: int) -> None:
+        """Fill `array` with the bytes from `place` on; ShardError where the file ends before."""
+        view = memoryview(array).cast("B") if array.size else memoryview(b"")
+        while view:
+            count = os.preadv(self.descriptor, [view], place)
+            if not count:
+                raise ShardError(f"it ends within {name}")
+            view, place = view[count:], place + count
+
+    def find(self, name: str, count: int | None = None) -> tuple[int, int]:
+        """As `hdf5.find`; ShardError where the file ends before the dataset does, too."""
+        place, found = hdf5.find(self.file, name, count)
+        if place + found * hdf5.KINDS[name].itemsize > self.num_bytes:
+            raise ShardError(f"it ends within {name}")
+        return place, found
+
+    def whole(self, name: str, count: int | None = None) -> np.ndarray:
+        """All of a dataset, one-dimensional."""
+        place, found = self.find(name, count)
+        array = np.empty(found, hdf5.KINDS[name])
+        self.read(name, array, place)
+        return array
+
+
 @contextmanager
-def _opened(path: Path, wait_s: float, *, whole: bool = True) -> Iterator[h5f.FileID]:
+def _opened(path: Path, wait_s: float, *, whole: bool = True) -> Iterator[_Source]:
     """The open file; whatever is wrong with it comes out as ShardError with its path.
 
     whole: most of the file will be read.
@@ -317,14 +314,15 @@ def _opened(path: Path, wait_s: float, *, whole: bool = True) -> Iterator[h5f.Fi
                 raise
             raise ShardError(f"shard {path} cannot be opened: {error}") from error
     try:
-        # HDF5's first look at its own structures, here and there in the file, shall not wait for each.
+        num_bytes = os.fstat(descriptor).st_size
+        # The head lies at both ends: asked for first, it is there while the disk still works on the tokens.
+        num_front, num_back = FRONT_BYTES, num_bytes // BACK_SHARE + FRONT_BYTES
+        os.posix_fadvise(descriptor, 0, num_front, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(descriptor, max(num_bytes - num_back, 0), num_back, os.POSIX_FADV_WILLNEED)
         if whole:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, _access())
-        try:
-            yield file
-        finally:
-            file.close()
+        with hdf5.opened(path) as file:
+            yield _Source(file, descriptor, num_bytes)
     except (ShardError, OSError, RuntimeError, KeyError, TypeError) as error:
         # HDF5 answers damage with any of these, depending on the layer that trips over it.
         raise ShardError(f"shard {path} is not readable: {' '.join(str(error).split())[:300]}") from error
@@ -332,79 +330,66 @@ def _opened(path: Path, wait_s: float, *, whole: bool = True) -> Iterator[h5f.Fi
         os.close(descriptor)
 
 
-def _text(file: h5f.FileID, name: str) -> str:
-    return _attribute(file, name).decode()
-
-
-def _attribute(file: h5f.FileID, name: str) -> Any:
-    attribute = h5a.open(file, name.encode())
-    value = np.empty(attribute.shape, attribute.dtype)
-    attribute.read(value)
-    return value.item()
-
-
-def _read_head(file: h5f.FileID, run_id: str | None, verify: bool) -> ShardHead:
+def _read_head(source: _Source, run_id: str | None, verify: bool) -> ShardHead:
     """Everything but the tokens; ShardError for another schema, another run or what does not fit."""
-    if not h5a.exists(file, b"schema_version"):
+    file = source.file
+    if not hdf5.has_attribute(file, "schema_version"):
         raise ShardError("no shard of this project: it has no schema_version")
-    schema_version = _attribute(file, "schema_version")
+    schema_version = hdf5.integer(file, "schema_version")
     if schema_version != SCHEMA_VERSION:
         raise ShardError(f"schema version {schema_version}, this program reads {SCHEMA_VERSION}")
-    if run_id is not None and _text(file, "run_id") != run_id:
-        raise ShardError(f"it belongs to run {_text(file, 'run_id')!r}, not to {run_id!r}")
+    found = hdf5.text(file, "run_id")
+    if run_id is not None and found != run_id:
+        raise ShardError(f"it belongs to run {found!r}, not to {run_id!r}")
+    labels = Labels.parse(hdf5.text(file, "labels"))
+    table = source.whole("trajectories")
+    parts = source.whole("reward_parts", len(table) * len(labels.part_names))
     head = ShardHead(
-        run_id=_text(file, "run_id"),
-        writer_rank=_attribute(file, "writer_rank"),
-        labels=Labels.parse(_text(file, "labels")),
-        **{name: _read(file, name) for name in HEAD_ARRAYS},
+        run_id=found,
+        writer_rank=hdf5.integer(file, "writer_rank"),
+        labels=labels,
+        trajectories=table,
+        offsets=source.whole("offsets", len(table) + 1),
+        reward_parts=parts.reshape(len(table), len(labels.part_names)),
     )
     head.check()
-    if verify and head.digest() != _text(file, "digest"):
-        raise ShardError(f"its digest is {head.digest()[:16]}, the file says {_text(file, 'digest')[:16]}")
+    if verify and head.digest() != (stored := hdf5.text(file, "digest")):
+        raise ShardError(f"its digest is {head.digest()[:16]}, the file says {stored[:16]}")
     return head
 
 
-def _read(file: h5f.FileID, name: str) -> np.ndarray:
-    dataset = _dataset(file, name)
-    array = np.empty(dataset.shape, HEAD_ARRAYS[name])
-    if array.size:
-        dataset.read(h5s.ALL, h5s.ALL, array, _types()[name])
-    return array
+@dataclass(frozen=True)
+class _Tokens:
+    """Where the per-token arrays of some rows come from and go to."""
 
+    arrays: dict[str, np.ndarray]
+    starts: dict[int, int]
+    """Row -> where it starts in `arrays`."""
+    pieces: list[tuple[int, int]]
+    """Half-open runs of elements of each dataset that fill `arrays`, one after the other."""
 
-def _dataset(file: h5f.FileID, name: str) -> h5d.DatasetID:
-    dataset = h5d.open(file, name.encode())
-    if not dataset.get_type().equal(_types()[name]):
-        raise ShardError(f"{name} has the type {dataset.dtype}")
-    return dataset
+    @staticmethod
+    def of(head: ShardHead, rows: Sequence[int]) -> _Tokens:
+        """Room for these rows, still to be filled."""
+        pieces = []
+        starts: dict[int, int] = {}
+        length = 0
+        for first, last in _pieces(rows):
+            begin, end = int(head.offsets[first]), int(head.offsets[last])
+            starts |= zip(range(first, last), (head.offsets[first:last] - begin + length).tolist(), strict=True)
+            pieces.append((begin, end))
+            length += end - begin
+        return _Tokens({name: np.empty(length, hdf5.KINDS[name]) for name in TOKEN_ARRAYS}, starts, pieces)
 
-
-def _read_tokens(
-    file: h5f.FileID, head: ShardHead, rows: Sequence[int]
-) -> tuple[dict[str, np.ndarray], dict[int, int]]:
-    """The per-token arrays of `rows`, and where each of these rows starts in them."""
-    pieces = _pieces(rows)
-    offsets = head.offsets.tolist()
-    starts: dict[int, int] = {}
-    length = 0
-    for first, last in pieces:
-        base = length - offsets[first]
-        starts |= {row: base + offsets[row] for row in range(first, last)}
-        length += offsets[last] - offsets[first]
-    arrays = {}
-    for name, kind in TOKEN_ARRAYS.items():
-        dataset = _dataset(file, name)
-        if dataset.shape != (head.num_tokens,):
-            raise ShardError(f"{name} has the shape {dataset.shape}, offsets say ({head.num_tokens},)")
-        arrays[name] = array = np.empty(length, kind)
-        position = 0
-        for first, last in pieces:
-            count = offsets[last] - offsets[first]
-            chosen = dataset.get_space()
-            chosen.select_hyperslab((offsets[first],), (count,))
-            dataset.read(h5s.create_simple((count,)), chosen, array[position : position + count], _types()[name])
-            position += count
-    return arrays, starts
+    def fill(self, source: _Source, head: ShardHead) -> None:
+        """Read the arrays."""
+        for name, array in self.arrays.items():
+            place, _ = source.find(name, head.num_tokens)
+            position = 0
+            for begin, end in self.pieces:
+                part = array[position : position + end - begin]
+                source.read(name, part, place + begin * array.itemsize)
+                position += end - begin
 
 
 def _pieces(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -423,9 +408,9 @@ def _pieces(rows: Sequence[int]) -> list[tuple[int, int]]:
     return [(first, last) for first, last in pieces]
 
 
-def _check_tokens(head: ShardHead, arrays: dict[str, np.ndarray], starts: dict[int, int]) -> None:
+def _check_tokens(head: ShardHead, tokens: _Tokens) -> None:
     lengths, checksums = head.trajectories["num_tokens"].tolist(), head.trajectories["checksum"].tolist()
-    in_order = [arrays[name] for name in ("tokens", "loss_mask", "rollout_logprobs", "versions")]
-    for row, start in starts.items():
+    in_order = [tokens.arrays[name] for name in ("tokens", "loss_mask", "rollout_logprobs", "versions")]
+    for row, start in tokens.starts.items():
         if token_checksum(*(array[start : start + lengths[row]] for array in in_order)) != checksums[row]:
             raise ShardError(f"the tokens of row {row} do not have the checksum that was written with them")
