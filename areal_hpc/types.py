@@ -18,6 +18,10 @@ PROMPT_VERSION = -1
 """Version stamped on tokens that no policy produced (prompt, observation, tool output)."""
 
 
+CHECKED_KINDS = tuple(np.dtype(kind) for kind in (np.int32, np.uint8, np.float32, np.int32))
+"""Types that `token_checksum` sees its arrays in."""
+
+
 ALL_VERSIONS = 2**31 - 1
 """Newest version that is comparable, where all are."""
 
@@ -96,11 +100,14 @@ class Lease(msgspec.Struct, frozen=True):
 def token_checksum(
     tokens: np.ndarray, loss_mask: np.ndarray, rollout_logprobs: np.ndarray, versions: np.ndarray
 ) -> int:
-    """Crc32 over the bytes of one trajectory's per-token arrays."""
-    state = zlib.crc32(np.ascontiguousarray(tokens, np.int32))
-    state = zlib.crc32(np.ascontiguousarray(loss_mask, np.uint8), state)
-    state = zlib.crc32(np.ascontiguousarray(rollout_logprobs, np.float32), state)
-    return zlib.crc32(np.ascontiguousarray(versions, np.int32), state)
+    """Crc32 over the bytes of one trajectory's per-token arrays, as int32, uint8, float32 and int32."""
+    state = 0
+    for array, kind in zip((tokens, loss_mask, rollout_logprobs, versions), CHECKED_KINDS, strict=True):
+        # Nearly always so already: asking costs less than a conversion that does nothing.
+        if array.dtype != kind or not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array, kind)
+        state = zlib.crc32(array, state)
+    return state
 
 
 @dataclass(frozen=True, init=False)

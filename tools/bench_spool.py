@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write, made if it is missing (default: here)")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write (default: here); made if new")
     arguments = parser.parse_args()
     rounds = 9 if arguments.quick else 41
     try:

@@ -58,7 +58,7 @@ def first_place(reserved: int) -> int:
     access.set_file_image(empty_file())
     file = h5f.open(b"empty", h5f.ACC_RDWR, access)
     try:
-        return _create(file, "tokens", (1,))
+        return _create(file, "tokens", h5s.create_simple((1,)))
     finally:
         file.close()
 
@@ -81,7 +81,8 @@ def lay_out(file: FileID, num_rows: int, num_tokens: int, num_parts: int) -> dic
     """
     shapes = {name: (num_tokens,) for name in TOKEN_ARRAYS}
     shapes |= {"trajectories": (num_rows,), "offsets": (num_rows + 1,), "reward_parts": (num_rows, num_parts)}
-    return {name: _create(file, name, shape) for name, shape in shapes.items()}
+    spaces = {shape: h5s.create_simple(shape) for shape in set(shapes.values())}
+    return {name: _create(file, name, spaces[shape]) for name, shape in shapes.items()}
 
 
 def set_attributes(file: FileID, attributes: Mapping[str, str | int]) -> None:
@@ -121,8 +122,8 @@ def find(file: FileID, name: str, count: int | None = None) -> tuple[int, int]:
     return place or 0, found
 
 
-def _create(file: FileID, name: str, shape: tuple[int, ...]) -> int:
-    return h5d.create(file, name.encode(), _type(KINDS[name]), h5s.create_simple(shape), _placed()).get_offset()
+def _create(file: FileID, name: str, space: h5s.SpaceID) -> int:
+    return h5d.create(file, name.encode(), _type(KINDS[name]), space, _placed()).get_offset()
 
 
 def _value(attribute: h5a.AttrID, kind: np.dtype) -> bytes | int:

@@ -14,6 +14,7 @@ covers its tokens, the digest everything else, checksums included.
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Labels:
     finish_reasons: tuple[str, ...]
     part_names: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def stored(self) -> str:
         return json.dumps({"finish_reasons": self.finish_reasons, "reward_parts": self.part_names})
 
@@ -139,11 +140,11 @@ def check(trajectories: Sequence[Trajectory]) -> None:
     """
     if not trajectories:
         raise ValueError("a shard needs at least one trajectory")
-    kinds = [np.dtype(kind) for kind in TOKEN_ARRAYS.values()]
-    arrays = operator.attrgetter(*TOKEN_ARRAYS)
+    kinds = tuple(np.dtype(kind) for kind in TOKEN_ARRAYS.values())
+    types = operator.attrgetter(*(f"{name}.dtype" for name in TOKEN_ARRAYS))
     parts = trajectories[0].reward_parts.keys()
     for trajectory in trajectories:
-        if [array.dtype for array in arrays(trajectory)] != kinds:
+        if types(trajectory) != kinds:
             found = {name: str(getattr(trajectory, name).dtype) for name in TOKEN_ARRAYS}
             raise ValueError(f"prompt {trajectory.prompt_id} has the types {found}; a shard holds {TOKEN_ARRAYS}")
         if not trajectory.num_tokens:
@@ -163,11 +164,12 @@ def make_labels(trajectories: Sequence[Trajectory]) -> Labels:
 def make_head(trajectories: Sequence[Trajectory], labels: Labels, run_id: str, writer_rank: int) -> ShardHead:
     """The head of a shard of these trajectories, which `check` has passed."""
     code = {reason: index for index, reason in enumerate(labels.finish_reasons)}
-    lengths = [trajectory.num_tokens for trajectory in trajectories]
+    lengths = [len(trajectory.tokens) for trajectory in trajectories]
     offsets = np.zeros(len(lengths) + 1, HEAD_ARRAYS["offsets"])
     np.cumsum(lengths, out=offsets[1:])
     described = [
-        _describe(trajectories[first : first + BLOCK_ROWS]) for first in range(0, len(trajectories), BLOCK_ROWS)
+        _describe(trajectories[first : first + BLOCK_ROWS], offsets[:-1][first : first + BLOCK_ROWS])
+        for first in range(0, len(trajectories), BLOCK_ROWS)
     ]
     checksums, num_trained, oldest, newest = (np.concatenate(columns) for columns in zip(*described, strict=True))
     columns = {
@@ -190,12 +192,15 @@ def make_head(trajectories: Sequence[Trajectory], labels: Labels, run_id: str, w
     return ShardHead(run_id, writer_rank, labels, table, offsets, reward_parts)
 
 
-def _describe(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, ...]:
-    """[N] each: checksum, number of trained tokens, oldest and newest version among these."""
+def _describe(trajectories: Sequence[Trajectory], offsets: np.ndarray) -> tuple[np.ndarray, ...]:
+    """[N] each: checksum, number of trained tokens, oldest and newest version among these.
+
+    offsets: [N], where each trajectory's tokens begin in the shard.
+    """
     checksums = np.array([trajectory.checksum for trajectory in trajectories], np.uint32)
     num_trained = np.array([np.count_nonzero(trajectory.loss_mask) for trajectory in trajectories], np.int32)
     # Over all rows at once: reduceat works on the segments between their starts.
-    starts = np.cumsum([0, *(trajectory.num_tokens for trajectory in trajectories[:-1])])
+    starts = offsets - offsets[0]
     untrained = np.concatenate([trajectory.loss_mask for trajectory in trajectories]) == 0
     versions = np.concatenate([trajectory.versions for trajectory in trajectories])
     np.copyto(versions, PROMPT_VERSION, where=untrained)

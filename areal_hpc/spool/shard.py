@@ -243,8 +243,11 @@ def _attributes(head: ShardHead) -> dict[str, str | int]:
 def _gather(descriptor: int, arrays: list[np.ndarray], place: int) -> None:
     """Write arrays one after the other from `place` on, without joining them first, and start their transfer."""
     for first in range(0, len(arrays), MAX_GATHER):
-        pieces = [np.ascontiguousarray(array) for array in arrays[first : first + MAX_GATHER]]
-        end = place + sum(piece.nbytes for piece in pieces)
+        pieces = [
+            array if array.flags.c_contiguous else np.ascontiguousarray(array)
+            for array in arrays[first : first + MAX_GATHER]
+        ]
+        end = place + sum([piece.nbytes for piece in pieces])
         place += os.pwritev(descriptor, pieces, place)
         if place < end:  # the system took a part only: the rest in one piece
             _write_at(descriptor, memoryview(b"".join(pieces))[place - end :], place)

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import bench_async  # noqa: E402
+import bench_spool  # noqa: E402
 from bench_async import OtherPrograms, error  # noqa: E402
 from bench_telemetry import cost_of_a_line, share_of_run  # noqa: E402
 from bench_workflow import LongTailed  # noqa: E402
@@ -111,3 +112,11 @@ def test_own_children_are_not_other_programs(monkeypatch):
 
 def test_errors_are_relative():
     assert error(115, 100) == pytest.approx(0.15) and error(85, 100) == pytest.approx(0.15)
+
+
+def test_bench_spool_says_where_it_cannot_write(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["bench_spool.py", "--folder", str(tmp_path / "file" / "under")])
+    with pytest.raises(SystemExit, match="2"):
+        bench_spool.main()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("Not a directory")

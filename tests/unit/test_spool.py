@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from areal_hpc.spool import shard
+from areal_hpc.spool import hdf5, shard
 from areal_hpc.spool.schema import ShardError
 from areal_hpc.spool.shard import ShardWriter, quarantine, read_index, read_rows
 from areal_hpc.types import PROMPT_VERSION, Trajectory
@@ -156,6 +157,43 @@ def test_what_cannot_be_a_shard_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_arrays_need_not_lie_in_one_piece(tmp_path):
+    [whole] = make_groups(1, 1)
+    names = ("tokens", "loss_mask", "rollout_logprobs", "versions")
+    strided = dataclasses.replace(whole, **{name: np.repeat(getattr(whole, name), 2)[::2] for name in names})
+    assert strided.checksum == whole.checksum
+    [found] = read_rows(ShardWriter(tmp_path, RUN, 0).commit([strided]).path, verify=True)
+    assert_same(whole, found)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 500, 700, 3000, 100_000])
+def test_shards_of_every_size_are_laid_out_as_expected(tmp_path, num_tokens):
+    arrays = {
+        "tokens": np.arange(num_tokens, dtype=np.int32), "loss_mask": np.ones(num_tokens, np.uint8),
+        "rollout_logprobs": np.zeros(num_tokens, np.float32), "versions": np.full(num_tokens, 3, np.int32),
+    }
+    for parts in ({}, {"math": 1.0}, {f"part {number} {'x' * 100}": 0.5 for number in range(60)}):
+        sample = make_trajectory(np.random.default_rng(0), 0, 0, reward_parts=parts, **arrays)
+        [found] = read_rows(ShardWriter(tmp_path, RUN, 0).commit([sample]).path, verify=True)
+        assert_same(sample, found)
+
+
+def test_another_layout_is_an_error_that_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(hdf5, "first_place", lambda reserved: reserved + 5000)
+    with pytest.raises(RuntimeError, match="HDF5 put tokens"):
+        ShardWriter(tmp_path, RUN, 0).commit(make_groups(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trajectories_cannot_be_changed_and_must_fit():
+    [sample] = make_groups(1, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sample.reward = 2.0
+    with pytest.raises(ValueError, match="one shape"):
+        dataclasses.replace(sample, versions=sample.versions[1:])
+    assert dataclasses.replace(sample, reward=2.0).reward_parts == sample.reward_parts
+
+
 def damage(path: Path, how: str) -> None:
     data = path.read_bytes()
     with h5py.File(path) as file:
@@ -196,11 +234,16 @@ def damage(path: Path, how: str) -> None:
             values = file["versions"][()]
             del file["versions"]
             file["versions"] = values[:-1]
+    if how == "pieces":
+        with h5py.File(path, "r+") as file:
+            values = file["versions"][()]
+            del file["versions"]
+            file.create_dataset("versions", data=values, chunks=(16,))
 
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(
-    "how", ["empty", "short", "truncated", "zeros", "text", "schema", "foreign", "dataset", "type", "lengths"]
+    "how", ["empty", "short", "truncated", "zeros", "text", "schema", "foreign", "dataset", "type", "lengths", "pieces"]
 )
 def test_damage_is_named(written, how, verify):
     _, info = written
