@@ -126,7 +126,8 @@ def _attempt(world: World, paths: RunPaths) -> int:
 
 
 def _role(name: str) -> Role:
-    return importlib.import_module(f"areal_hpc.{name}.loop").run
+    package = "rewards" if name == "reward" else name
+    return importlib.import_module(f"areal_hpc.{package}.loop").run
 
 
 def _prepare_process(world: World) -> None:

@@ -3,7 +3,7 @@
 A message is a frozen msgspec struct with its class name as tag; `encode` and `decode`
 turn it to and from msgpack bytes (no pickle: a rank never executes what it receives).
 `mpi.channel` moves the bytes. Direction is in each docstring: C controller, T trainer
-rank, L trainer lead (role_rank 0), R rollout rank.
+rank, L trainer lead (role_rank 0), R rollout rank, W reward rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Union
 
 import msgspec
 
-from areal_hpc.types import BatchManifest, EvalSample, Lease, Prompt, SamplingSpec, ShardRow
+from areal_hpc.types import BatchManifest, EvalSample, Lease, Prompt, RewardResult, SamplingSpec, ShardRow
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -36,6 +36,12 @@ class RolloutReady(Message, frozen=True):
     host: str
     capacity: int
     version: int
+
+
+class RewardReady(Message, frozen=True):
+    """W -> C: the reward rank's workers have imported the rewards."""
+
+    role_rank: int
 
 
 class Rendezvous(Message, frozen=True):
@@ -164,6 +170,38 @@ class EvalResult(Message, frozen=True):
     samples: tuple[EvalSample, ...]
 
 
+# ---- rewards on ranks of their own -------------------------------------------------
+
+
+class ScoreRequest(Message, frozen=True):
+    """R -> W: score the answers to one prompt; `truncated[k]`: answer k was cut off at the token limit."""
+
+    request_id: int
+    prompt: Prompt
+    responses: tuple[str, ...]
+    truncated: tuple[bool, ...]
+
+
+class Scored(Message, frozen=True):
+    """W -> R: the answer to a ScoreRequest, one result per response.
+
+    Without results where `problem` is "unscorable" (the gold answer cannot be parsed) or
+    "error" (a reward broke its contract); `message` names the reward and the prompt.
+    """
+
+    request_id: int
+    results: tuple[RewardResult, ...]
+    problem: str = ""
+    message: str = ""
+
+
+class RewardStatus(Message, frozen=True):
+    """W -> C about once a second: counters of one reward rank."""
+
+    role_rank: int
+    counters: dict[str, float]
+
+
 # ---- training --------------------------------------------------------------------
 
 
@@ -250,6 +288,7 @@ class WeightReturn(Message, frozen=True):
 AnyMessage = Union[
     TrainerReady,
     RolloutReady,
+    RewardReady,
     Rendezvous,
     ConnectWeights,
     WeightsConnected,
@@ -265,6 +304,9 @@ AnyMessage = Union[
     EngineRestarted,
     EvalRequest,
     EvalResult,
+    ScoreRequest,
+    Scored,
+    RewardStatus,
     TrainBatch,
     StepDone,
     BatchRefused,

@@ -66,6 +66,17 @@ class Prompt(msgspec.Struct, frozen=True):
     meta: str = ""
 
 
+class RewardResult(msgspec.Struct, frozen=True):
+    """Score of one answer: the weighted sum, each reward before weighting, and what went wrong.
+
+    `note` is "" or names limits that the answer broke, e.g. "math: timeout".
+    """
+
+    reward: float
+    parts: dict[str, float]
+    note: str = ""
+
+
 class Begun(msgspec.Struct, frozen=True):
     """What an earlier stop left of a group's answers: rows of a shard of unfinished answers."""
 

@@ -142,6 +142,12 @@ def check_config(config: Config) -> None:
             f"groups.controller has {groups.controller.ranks} ranks; the controller is one rank: "
             "set groups.controller.nodes=1 and ranks_per_node=1"
         )
+    if groups.reward.nodes < 0:
+        raise ConfigError(
+            f"groups.reward.nodes={groups.reward.nodes} must be at least 0 (0: rewards are scored beside the engines)"
+        )
+    if groups.reward.nodes:
+        _positive({"groups.reward.ranks_per_node": groups.reward.ranks_per_node})
     layout = trainer.tp * trainer.pp * trainer.dp
     if layout != groups.trainer.ranks:
         raise ConfigError(
@@ -186,6 +192,11 @@ def check_rewards(config: Config) -> None:
     rewards = config.rewards
     if not rewards.timeout_s > 0:
         raise ConfigError(f"rewards.timeout_s={rewards.timeout_s} must be positive")
+    if config.groups.reward.nodes and not rewards.answer_deadline_s > rewards.timeout_s:
+        raise ConfigError(
+            f"rewards.answer_deadline_s={rewards.answer_deadline_s:g} must be longer than one check may take, "
+            f"rewards.timeout_s={rewards.timeout_s:g}: raise rewards.answer_deadline_s"
+        )
     if rewards.memory_bytes < 256 * 1024**2:
         raise ConfigError(f"rewards.memory_bytes={rewards.memory_bytes} must be at least 268435456 (256 MiB)")
     try:

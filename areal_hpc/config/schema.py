@@ -188,7 +188,7 @@ class RolloutConfig:
 
 @dataclass
 class RewardsConfig:
-    """rewards: scoring, a pool of processes beside each engine."""
+    """rewards: scoring, a pool of processes beside each engine, or on each rank of groups.reward."""
 
     fn: str = "math"
     """Name of a built-in reward or import path `package.module:function`."""
@@ -201,7 +201,7 @@ class RewardsConfig:
     right_at: float = 1.0
     """An answer is right, for every accuracy, if that reward (before weighting) is at least this."""
     workers: int = 1
-    """Worker processes per rollout rank."""
+    """Worker processes per rollout rank; with groups.reward per reward rank, and none beside the engines."""
     timeout_s: float = 5.0
     """Wall-clock limit of one check, seconds; an answer that goes over it gets 0 and is counted."""
     memory_bytes: int = 2 * 1024**3
@@ -210,6 +210,8 @@ class RewardsConfig:
     """Programs under test: require every protection, or best_effort with what the kernel offers."""
     sandbox_paths: list[str] = field(default_factory=list)
     """Folders that programs under test may read and import from, beside the standard library."""
+    answer_deadline_s: float = 900.0
+    """With groups.reward: a reward rank that lets requests wait and answers none for this long ends the run."""
 
 
 @dataclass
@@ -336,6 +338,8 @@ class GroupsConfig:
     controller: GroupConfig = field(default_factory=GroupConfig)
     trainer: GroupConfig = field(default_factory=GroupConfig)
     rollout: GroupConfig = field(default_factory=GroupConfig)
+    reward: GroupConfig = field(default_factory=lambda: GroupConfig(nodes=0))
+    """Ranks that only score, for heavy code tests; without nodes (as by default) every rollout rank scores itself."""
 
 
 @dataclass

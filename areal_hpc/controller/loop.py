@@ -49,6 +49,7 @@ from areal_hpc.messages import (
     LeaseFailed,
     Message,
     PublishFailed,
+    RewardStatus,
     RolloutStatus,
     ShardReady,
     StepDone,
@@ -161,7 +162,7 @@ class Controller:
         envelopes = self.world.channel.poll()
         for source, message in envelopes:
             self.progress.heard(source)
-            if not isinstance(message, RolloutStatus):
+            if not isinstance(message, (RolloutStatus, RewardStatus)):
                 self._last_progress = time.monotonic()
             self.handle(source, message)
         self.ledger.sync()
@@ -171,6 +172,8 @@ class Controller:
         match message:
             case RolloutStatus():
                 self.progress.rollout_status(source, message)
+            case RewardStatus():
+                self.progress.heard(source, **message.counters)
             case ShardReady():
                 self.groups.take_shard(message, self.trainers.train_step)
             case UnfinishedSaved():
@@ -412,8 +415,8 @@ class Controller:
 
 
 def _signs(world: World) -> dict[int, RankSign]:
-    num_trainers = len(world.trainer_ranks)
-    return {rank: RankSign(role_of(rank, num_trainers)[0], host) for rank, host in enumerate(world.hosts)}
+    sizes = len(world.trainer_ranks), len(world.rollout_ranks)
+    return {rank: RankSign(role_of(rank, *sizes)[0], host) for rank, host in enumerate(world.hosts)}
 
 
 def _sampling(config: Config) -> SamplingSpec:

@@ -69,7 +69,7 @@ def drain(controller: Controller, stop: StopFlag) -> None:
 
 def let_everybody_go(world: World, progress: Progress, final: dict[str, object]) -> None:
     """Stop to all ranks, and the last status."""
-    for rank in (*world.trainer_ranks, *world.rollout_ranks):
+    for rank in (*world.trainer_ranks, *world.rollout_ranks, *world.reward_ranks):
         world.channel.send(rank, Stop(str(final["reason"])))
     progress.write_status(lambda: final, force=True)
     progress.close()

@@ -27,6 +27,8 @@ from areal_hpc.messages import (
     Message,
     Publish,
     PublishFailed,
+    RewardReady,
+    RewardStatus,
     RolloutReady,
     RolloutStatus,
     TrainerReady,
@@ -62,16 +64,22 @@ def wait_for_ranks(config: Config, world: World, progress: Progress, stop: StopF
     """Wait until all ranks have loaded; raises TimeoutError naming those that have not."""
     train_step: int | None = None
     capacities: dict[int, int] = {}
+    scorers: set[int] = set()
     end = time.monotonic() + config.run.start_deadline_s
-    while train_step is None or len(capacities) < len(world.rollout_ranks):
+    while (
+        train_step is None or len(capacities) < len(world.rollout_ranks) or len(scorers) < len(world.reward_ranks)
+    ):
         for source, message in world.channel.poll():
             progress.heard(source)
             if isinstance(message, TrainerReady):
                 train_step = message.train_step
             elif isinstance(message, RolloutReady):
                 capacities[source] = message.capacity
+            elif isinstance(message, RewardReady):
+                scorers.add(source)
         late = [rank for rank in world.rollout_ranks if rank not in capacities]
         late += [world.trainer_ranks[0]] if train_step is None else []
+        late += [rank for rank in world.reward_ranks if rank not in scorers]
         progress.write_status(
             lambda late=late: {"state": "starting", "waiting_for": _names(world, late) + " to load"}
         )
@@ -117,9 +125,11 @@ def _await(
     progress.heard(answer.source)
     for source, message in world.channel.poll():
         progress.heard(source)
-        # Nothing was granted yet: rollouts only report how they are.
+        # Nothing was granted yet: rollouts and reward ranks only report how they are.
         if isinstance(message, RolloutStatus):
             progress.rollout_status(source, message)
+        elif isinstance(message, RewardStatus):
+            progress.heard(source, **message.counters)
         elif isinstance(message, EngineRestarted):
             progress.event(f"the engine of {world.describe(source)} was restarted: {message.cause}")
         else:

@@ -99,6 +99,7 @@ def role_environments(config: Config) -> list[tuple[str, int, dict[str, str]]]:
 
     The cores of this machine are dealt out: each rollout engine gets its own, from the
     last one downwards, and the trainers compute with one thread each where cores are few.
+    Reward ranks and their workers take what the others leave, as pools beside engines do.
     """
     cores = sorted(os.sched_getaffinity(0))
     trainers, rollouts = config.groups.trainer, config.groups.rollout
@@ -114,6 +115,8 @@ def role_environments(config: Config) -> list[tuple[str, int, dict[str, str]]]:
         environments.append(
             ("rollout", 1, {"AREAL_ENGINE_CORES": ",".join(map(str, mine)), "OMP_NUM_THREADS": str(per_engine)})
         )
+    if config.groups.reward.ranks:
+        environments.append(("reward", config.groups.reward.ranks, {"OMP_NUM_THREADS": "1"}))
     return environments
 
 

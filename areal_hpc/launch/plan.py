@@ -1,7 +1,8 @@
 """Configuration -> node groups and the place of every rank. Pure; used by submit, supervise and checks.
 
-Ranks fill a group node by node, and groups follow in the order controller, trainer,
-rollout: that is the order of the components of the heterogeneous job and of world ranks.
+Ranks fill a group node by node, and groups follow in the order controller, trainer, rollout,
+reward (where it has nodes): that is the order of the components of the heterogeneous job and
+of world ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.schema import Config, GroupConfig
 
-ROLES = ("controller", "trainer", "rollout")
+ROLES = ("controller", "trainer", "rollout", "reward")
 END_MARGIN_S = 30
 """Seconds between the end of the drain and Slurm's end: ranks leave, the job is put back in the queue."""
 
@@ -99,6 +100,8 @@ def plan_job(config: Config) -> JobPlan:
     groups, first = [], 0
     for role in ROLES:
         group: GroupConfig = getattr(config.groups, role)
+        if role == "reward" and not group.nodes:
+            continue  # a pool beside each engine
         _check_group(role, group, config)
         groups.append(
             GroupPlan(
@@ -144,7 +147,7 @@ def _check_group(role: str, group: GroupConfig, config: Config) -> None:
             raise ConfigError(f"{key}.{name}={getattr(group, name)} must be at least {least}")
     if config.run.device.value == "cpu" and group.gpus_per_rank:
         raise ConfigError(f"{key}.gpus_per_rank={group.gpus_per_rank} but run.device=cpu: set one of them")
-    if config.run.device.value == "cuda" and role != "controller" and not group.gpus_per_rank:
+    if config.run.device.value == "cuda" and role in ("trainer", "rollout") and not group.gpus_per_rank:
         raise ConfigError(f"{key}.gpus_per_rank=0 but run.device=cuda: say how many GPUs each rank gets")
     if role == "rollout" and group.gpus_per_rank and group.gpus_per_rank != config.rollout.tensor_parallel:
         raise ConfigError(

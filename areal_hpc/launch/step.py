@@ -1,7 +1,7 @@
 """The one srun of a job: all roles as one MPI world, each on its own nodes. Pure but for `start`.
 
 Called by the supervisor, which is the batch step. Every component is written out
-(`srun A : B : C`) rather than `--het-group=0,1,2 COMMAND`: srun does not take CPUs per
+(`srun A : B : C`) rather than `--het-group=0-2 COMMAND`: srun does not take CPUs per
 task over from sbatch, spare nodes must be left out, and thread counts differ by role.
 """
 

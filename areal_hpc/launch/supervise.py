@@ -134,7 +134,7 @@ class Supervisor:
         if len(parts) != len(self.plan.groups):
             raise ConfigError(
                 f"job {self.job_id} has {len(parts)} components but the run plans {len(self.plan.groups)} "
-                "(controller, trainer, rollout): submit a heterogeneous job"
+                f"({', '.join(group.role for group in self.plan.groups)}): submit a heterogeneous job"
             )
         self._end_time = parts[0].end_time or self._end_time
         chosen = []

@@ -24,7 +24,7 @@ class Pulse:
 
     def __init__(self, world: World, deadline_s: float, on_silence: Callable[[TimeoutError], None]) -> None:
         self._world, self._deadline_s, self._on_silence = world, deadline_s, on_silence
-        others = {*world.trainer_ranks, *world.rollout_ranks}
+        others = {*world.trainer_ranks, *world.rollout_ranks, *world.reward_ranks}
         self._watched = sorted(others) if world.role == "controller" else [world.controller_rank]
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)

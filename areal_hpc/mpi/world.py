@@ -1,4 +1,4 @@
-"""Who is who in the one MPI world: rank 0 controls, then the trainers, then the rollouts.
+"""Who is who in the one MPI world: rank 0 controls, then trainers, rollouts and reward ranks, if any.
 
 `connect_world` initialises MPI, checks that the world has the planned size and gives each
 rank its role. mpi4py is imported inside functions only: vLLM's child processes re-import
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from areal_hpc.mpi.channel import Channel
 
 GATHER_BYTES = 1024
-ROLES = ("controller", "trainer", "rollout")
 _LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "MPI_", "HYD")
 
 
@@ -39,6 +38,8 @@ class World:
     hosts: tuple[str, ...]
     channel: Channel
     controller_rank: int = 0
+    reward_ranks: tuple[int, ...] = ()
+    """Empty where rollouts score themselves (`groups.reward` has no nodes)."""
 
     @property
     def host(self) -> str:
@@ -46,9 +47,12 @@ class World:
 
     @property
     def role_size(self) -> int:
-        return {"controller": 1, "trainer": len(self.trainer_ranks), "rollout": len(self.rollout_ranks)}[
-            self.role
-        ]
+        return {
+            "controller": 1,
+            "trainer": len(self.trainer_ranks),
+            "rollout": len(self.rollout_ranks),
+            "reward": len(self.reward_ranks),
+        }[self.role]
 
     @property
     def is_trainer_lead(self) -> bool:
@@ -56,25 +60,27 @@ class World:
 
     def describe(self, world_rank: int) -> str:
         """"trainer 1 on node7" for a world rank."""
-        return describe_rank(world_rank, len(self.trainer_ranks), self.hosts)
+        return describe_rank(world_rank, len(self.trainer_ranks), len(self.rollout_ranks), self.hosts)
 
 
-def role_of(world_rank: int, num_trainers: int) -> tuple[str, int]:
+def role_of(world_rank: int, num_trainers: int, num_rollouts: int) -> tuple[str, int]:
     """(role, role_rank) of a world rank."""
     if world_rank == 0:
         return "controller", 0
     if world_rank <= num_trainers:
         return "trainer", world_rank - 1
-    return "rollout", world_rank - 1 - num_trainers
+    if world_rank <= num_trainers + num_rollouts:
+        return "rollout", world_rank - 1 - num_trainers
+    return "reward", world_rank - 1 - num_trainers - num_rollouts
 
 
-def describe_rank(world_rank: int, num_trainers: int, hosts: tuple[str, ...]) -> str:
-    role, role_rank = role_of(world_rank, num_trainers)
+def describe_rank(world_rank: int, num_trainers: int, num_rollouts: int, hosts: tuple[str, ...]) -> str:
+    role, role_rank = role_of(world_rank, num_trainers, num_rollouts)
     return f"{role} {role_rank} on {hosts[world_rank]}"
 
 
 def world_size(groups: GroupsConfig) -> int:
-    return groups.controller.ranks + groups.trainer.ranks + groups.rollout.ranks
+    return groups.controller.ranks + groups.trainer.ranks + groups.rollout.ranks + groups.reward.ranks
 
 
 def use_bundled_library() -> None:
@@ -121,11 +127,13 @@ def connect_world(config: Config, deadline_s: float = 60.0) -> World:
     """
     communicator = load_mpi()
     size, rank = communicator.Get_size(), communicator.Get_rank()
-    planned = world_size(config.groups)
+    planned, groups = world_size(config.groups), config.groups
     if size != planned:
         raise RuntimeError(
             f"MPI world has {size} ranks but the configuration plans {planned} (controller 1, trainer "
-            f"{config.groups.trainer.ranks}, rollout {config.groups.rollout.ranks}): start {planned} ranks"
+            f"{groups.trainer.ranks}, rollout {groups.rollout.ranks}"
+            + (f", reward {groups.reward.ranks}" if groups.reward.ranks else "")
+            + f"): start {planned} ranks"
             + ("; a world of one means that the launcher and this MPI library do not match: "
                f"see launch.mpi={config.launch.mpi}" if size == 1 else "")
         )
@@ -135,17 +143,19 @@ def connect_world(config: Config, deadline_s: float = 60.0) -> World:
     strip_launcher_environment()
     from areal_hpc.mpi.channel import Channel, MpiTransport
 
-    num_trainers = config.groups.trainer.ranks
-    role, role_rank = role_of(rank, num_trainers)
+    num_trainers, num_rollouts = groups.trainer.ranks, groups.rollout.ranks
+    first_reward = 1 + num_trainers + num_rollouts
+    role, role_rank = role_of(rank, num_trainers, num_rollouts)
     return World(
         role=role,
         role_rank=role_rank,
         world_rank=rank,
         trainer_ranks=tuple(range(1, 1 + num_trainers)),
-        rollout_ranks=tuple(range(1 + num_trainers, size)),
+        rollout_ranks=tuple(range(1 + num_trainers, first_reward)),
+        reward_ranks=tuple(range(first_reward, size)),
         hosts=hosts,
         channel=Channel(
-            MpiTransport(communicator), lambda other: describe_rank(other, num_trainers, hosts)
+            MpiTransport(communicator), lambda other: describe_rank(other, num_trainers, num_rollouts, hosts)
         ),
     )
 

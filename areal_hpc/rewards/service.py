@@ -1,7 +1,7 @@
 """The reward service: scores groups of answers on a pool of worker processes.
 
 Owns the workers (`pool`), the queue of checks and the sums. Called by the rollout's
-workflows and by `score`, from one event loop: `score` returns when all answers of a
+workflows (where `groups.reward` has nodes, by `loop` for them) and by `score`, from one event loop: `score` returns when all answers of a
 group have their reward, many groups may be in flight, generation goes on meanwhile.
 A check over its limits is killed with all its processes, pays 0 and is counted.
 """
@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from areal_hpc.config.schema import RewardsConfig, Sandbox
 from areal_hpc.rewards.pool import Pool, Task
 from areal_hpc.rewards.protocol import Check, Limits, RewardCall, Setup, Verdict
@@ -29,23 +27,12 @@ from areal_hpc.rewards.registry import (
     target_of,
 )
 from areal_hpc.telemetry import Telemetry
-from areal_hpc.types import Prompt
+from areal_hpc.types import Prompt, RewardResult
 
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 1.0
 """Rewards that run programs end these themselves at rewards.timeout_s; their worker gets so much longer."""
-
-
-class RewardResult(msgspec.Struct, frozen=True):
-    """Score of one answer: the weighted sum, each reward before weighting, and what went wrong.
-
-    `note` is "" or names limits that the answer broke, e.g. "math: timeout".
-    """
-
-    reward: float
-    parts: dict[str, float]
-    note: str = ""
 
 
 @dataclass
@@ -141,7 +128,7 @@ class RewardService:
         if truncated is not None and len(truncated) != len(responses):
             raise ValueError(f"{len(truncated)} truncation flags for {len(responses)} responses")
         began, clock = time.time(), time.perf_counter()
-        texts = [_encodable(response) for response in responses]
+        texts = [encodable(response) for response in responses]
         complete = [
             index
             for index, text in enumerate(texts)
@@ -233,7 +220,7 @@ class RewardService:
             task.group.future.set_exception(error)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """`text` without lone surrogates, which no frame can carry."""
     try:
         text.encode()

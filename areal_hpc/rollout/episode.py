@@ -16,14 +16,15 @@ import msgspec
 import numpy as np
 
 from areal_hpc.config.schema import Config, Sandbox
+from areal_hpc.rewards.remote import RemoteRewards
 from areal_hpc.rewards.right import is_right
-from areal_hpc.rewards.service import RewardResult, RewardService
+from areal_hpc.rewards.service import RewardService
 from areal_hpc.rollout.engine import RolloutEngine, replace_budget
 from areal_hpc.rollout.environment import derive_seed
 from areal_hpc.rollout.generation import Generation
 from areal_hpc.rollout.tokens import PromptEncoder
 from areal_hpc.rollout.unfinished import Turn, Turns
-from areal_hpc.types import PROMPT_VERSION, Prompt, SamplingSpec, Trajectory
+from areal_hpc.types import PROMPT_VERSION, Prompt, RewardResult, SamplingSpec, Trajectory
 
 Result = TypeVar("Result")
 
@@ -81,7 +82,7 @@ class Services:
 
     config: Config
     engine: RolloutEngine
-    rewards: RewardService
+    rewards: RewardService | RemoteRewards
     encoder: PromptEncoder
     program_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Programs of tool calls at once: they share the cores with the engine."""

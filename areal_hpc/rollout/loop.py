@@ -30,6 +30,7 @@ from areal_hpc.messages import (
     Message,
     RolloutReady,
     RolloutStatus,
+    Scored,
     ShardReady,
     Stop,
     UnfinishedSaved,
@@ -37,6 +38,7 @@ from areal_hpc.messages import (
 )
 from areal_hpc.paths import RunPaths
 from areal_hpc.rewards.registry import UnscorableGold
+from areal_hpc.rewards.remote import RemoteRewards
 from areal_hpc.rewards.service import RewardService
 from areal_hpc.rollout.engine import EngineDied, PromptTooLong, RolloutEngine
 from areal_hpc.rollout.environment import rank_cores
@@ -81,7 +83,7 @@ async def _run(config: Config, world: World, paths: RunPaths, telemetry: Telemet
     updates = EngineUpdates(config, engine, world.role_rank, telemetry)
     supervisor = EngineSupervisor(config.rollout, engine, updates, log)
     try:
-        async with RewardService(config.rewards, telemetry) as rewards:
+        async with _reward_service(config, world, telemetry) as rewards:
             await supervisor.start()
             encoder = PromptEncoder(load_tokenizer(config.model.tokenizer), config.data)
             worker = RolloutWorker(
@@ -103,6 +105,13 @@ async def _run(config: Config, world: World, paths: RunPaths, telemetry: Telemet
     finally:
         engine.kill()
         updates.close()
+
+
+def _reward_service(config: Config, world: World, telemetry: Telemetry) -> RewardService | RemoteRewards:
+    """A pool of this rank's own, or the way to the reward ranks."""
+    if world.reward_ranks:
+        return RemoteRewards(world, config.rewards.answer_deadline_s)
+    return RewardService(config.rewards, telemetry)
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,8 @@ class RolloutWorker:
                 case GrantLeases():
                     for lease in message.leases:
                         self._start_episode(lease)
+                case Scored():
+                    self._services.rewards.receive(source, message)
                 case WeightCall():
                     self._run_errand(self._answer_weight_call(source, message))
                 case EvalRequest():
@@ -278,7 +289,8 @@ class RolloutWorker:
         rewards = self._services.rewards.stats()
         counters |= {f"reward_{name}": value for name, value in rewards.items()}
         self._telemetry.value("rollout.generated_tokens", gauges.generated_tokens)
-        self._telemetry.value("rollout.reward_s", rewards["seconds"], checks=rewards["checks"])
+        if not self._world.reward_ranks:
+            self._telemetry.value("rollout.reward_s", rewards["seconds"], checks=rewards["checks"])
         self._telemetry.value("rollout.running", gauges.num_running, waiting=gauges.num_waiting)
         self._tell_controller(
             RolloutStatus(

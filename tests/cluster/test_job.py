@@ -1,4 +1,4 @@
-"""The job around the ranks on a real Slurm, with stand-ins for the three roles (no models).
+"""The job around the ranks on a real Slurm, with stand-ins for the roles (no models).
 
 Rank entry, MPI, checks, signals and supervisor are the real ones. Times are printed as
 the benchmarks record them.
@@ -29,7 +29,8 @@ def started(cluster, paths, job, timeout=60.0):
 @pytest.mark.parametrize("road", ["submit", "sbatch"])
 def test_both_roads_run_to_the_end_on_disjoint_nodes(cluster, model, paths, road):
     if road == "submit":
-        job = cluster.submit(paths, model, *FAST, "run.total_steps=5", **STAND_IN_PATH)
+        # This one with a node of its own for rewards.
+        job = cluster.submit(paths, model, *FAST, "run.total_steps=5", "groups.reward.nodes=1", **STAND_IN_PATH)
     else:
         cluster.environment, before = {**cluster.environment, **STAND_IN_PATH}, cluster.environment
         try:
@@ -44,8 +45,8 @@ def test_both_roads_run_to_the_end_on_disjoint_nodes(cluster, model, paths, road
     assert status(paths)["state"] == "finished" and status(paths)["train_step"] == 5
     (step,) = events(paths, "step_started")
     nodes = [node for group in step["nodes"] for node in group]
-    assert len(nodes) == len(set(nodes)) == 3
-    for rank, node in ((1, nodes[1]), (2, nodes[1]), (3, nodes[2])):
+    assert len(nodes) == len(set(nodes)) == (4 if road == "submit" else 3)
+    for rank, node in enumerate([nodes[1], *nodes[1:]], 1):
         assert (paths.root / f"node-{rank}").read_text() == node
     assert json.loads(paths.job.read_text())["job_id"] == job
     assert not cluster.processes(job)

@@ -31,6 +31,8 @@ from areal_hpc.messages import (
     Message,
     Publish,
     PublishFailed,
+    RewardReady,
+    RewardStatus,
     RolloutReady,
     RolloutStatus,
     SaveCheckpoint,
@@ -168,11 +170,13 @@ class FakeWorld:
         self.stopped: set[int] = set()
         num_trainers = config.groups.trainer.ranks
         self.trainer_ranks = tuple(range(1, 1 + num_trainers))
-        size = 1 + num_trainers + config.groups.rollout.ranks
-        self.rollout_ranks = tuple(range(1 + num_trainers, size))
+        first_reward = 1 + num_trainers + config.groups.rollout.ranks
+        size = first_reward + config.groups.reward.ranks
+        self.rollout_ranks = tuple(range(1 + num_trainers, first_reward))
+        self.reward_ranks = tuple(range(first_reward, size))
         self.world = World(
             "controller", 0, 0, self.trainer_ranks, self.rollout_ranks, tuple(f"node{r}" for r in range(size)),
-            Channel(self),
+            Channel(self), reward_ranks=self.reward_ranks,
         )  # fmt: skip
         self._inbox: deque[tuple[int, bytes]] = deque()
         self._working: dict[int, list[_Working]] = {rank: [] for rank in self.rollout_ranks}
@@ -186,6 +190,8 @@ class FakeWorld:
         self._tell(1, TrainerReady(self.train_step, self.version))
         for index, rank in enumerate(self.rollout_ranks):
             self._tell(rank, RolloutReady(index, f"node{rank}", capacity, 0))
+        for index, rank in enumerate(self.reward_ranks):
+            self._tell(rank, RewardReady(index))
 
     def run(self) -> None:
         """The real controller, in this world."""
@@ -202,6 +208,9 @@ class FakeWorld:
         message = decode(data)
         if dest in self.trainer_ranks:
             self._command(dest, message)
+        elif dest in self.reward_ranks:
+            assert isinstance(message, Stop)
+            self.stopped.add(dest)
         else:
             self._order(dest, message)
 
@@ -238,6 +247,9 @@ class FakeWorld:
             self._tell(source, message)
         for rank in self.rollout_ranks:
             self._generate(rank)
+        for index, rank in enumerate(self.reward_ranks):
+            if self.turns % 50 == 0:
+                self._tell(rank, RewardStatus(index, {"checks": float(self.turns)}))
 
     def _evaluate(self, rank: int, request: EvalRequest) -> EvalResult:
         """Answered by the weights that serve now, not by those that served when it was asked for."""

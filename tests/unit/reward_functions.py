@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from areal_hpc.rewards.registry import per_sample, sees_truncated
+from areal_hpc.rewards.registry import UnscorableGold, per_sample, sees_truncated
 
 
 def length_of_each(prompt, responses, factor=1.0):
@@ -61,3 +61,19 @@ def by_text(prompt, response):
     if response == "slow":
         time.sleep(0.3)
     return 1.0
+
+
+def odd_prompts(prompt, responses):
+    """The length of each answer, but for four prompts; "hang" never ends."""
+    match prompt.prompt_id:
+        case 1:
+            raise UnscorableGold("gold 1 is no number")
+        case 2:
+            return [1.0, float("nan")]
+        case 3:
+            raise KeyError("broken on purpose")
+        case 4:
+            return [1.0]
+    if "hang" in responses:
+        time.sleep(1000)
+    return [float(len(response)) for response in responses]

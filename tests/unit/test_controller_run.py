@@ -49,7 +49,7 @@ def go(tmp_path, printed):
                 world.run()
         else:
             world.run()
-            assert world.stopped == {*world.trainer_ranks, *world.rollout_ranks}
+            assert world.stopped == {*world.trainer_ranks, *world.rollout_ranks, *world.reward_ranks}
         result = audit(world.paths)
         assert result.problems == []
         return world

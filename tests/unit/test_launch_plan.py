@@ -36,8 +36,26 @@ def test_ranks_fill_groups_node_by_node_in_world_order():
     places = plan.places([["c1"], ["t1", "t2"], ["r1", "r2", "r3"]])
     assert [place.node for place in places] == ["c1", *["t1"] * 4, *["t2"] * 4, *["r1"] * 2, *["r2"] * 2, *["r3"] * 2]
     for place in places:
-        assert (place.role, place.role_rank) == role_of(place.world_rank, num_trainers=8)
+        assert (place.role, place.role_rank) == role_of(place.world_rank, 8, 6)
     assert [group.allocated_nodes for group in plan.groups] == [2, 3, 4]
+
+
+REWARD = ("groups.reward.nodes=2", "groups.reward.ranks_per_node=2", "groups.reward.cpus_per_rank=60",
+          "groups.reward.partition=cpu")  # fmt: skip
+
+
+def test_reward_ranks_come_last_on_nodes_of_their_own_and_need_no_gpus():
+    plan = plan_job(configure(*LARGE, *REWARD))
+    nodes = [["c1"], ["t1", "t2"], ["r1", "r2", "r3"], ["w1", "w2"]]
+    places = plan.places(nodes)
+    assert [place.node for place in places[15:]] == ["w1", "w1", "w2", "w2"] and plan.num_ranks == 19
+    for place in places:
+        assert (place.role, place.role_rank) == role_of(place.world_rank, 8, 6)
+    plan.check_disjoint(nodes)
+    with pytest.raises(ValueError, match="r3 is in the groups rollout and reward"):
+        plan.check_disjoint([*nodes[:3], ["w1", "r3"]])
+    # Without nodes there is no group, whatever else is set.
+    assert plan_job(configure(*LARGE, REWARD[2])) == plan_job(configure(*LARGE))
 
 
 def test_shared_and_missing_nodes_are_refused():
@@ -119,6 +137,13 @@ def test_three_components_with_their_own_options():
     assert controller["signal"] == "B:USR2@180" and "signal" not in trainer
     for part in (controller, trainer, rollout):
         assert part["time"] == "90" and "requeue" in part and "no-kill" in part
+
+
+def test_rewards_are_a_fourth_component():
+    *three, reward = components(script(*LARGE, *REWARD))
+    assert three == components(script(*LARGE)) and len(three) == 3
+    assert reward["nodes"] == "3" and reward["ntasks-per-node"] == "2" and reward["cpus-per-task"] == "60"
+    assert reward["partition"] == "cpu" and "gpus-per-node" not in reward and "requeue" in reward
 
 
 def test_without_spare_nodes_a_lost_node_ends_the_job():
@@ -227,6 +252,10 @@ def test_one_srun_places_every_group_on_its_nodes():
     assert "--gpus-per-node=4 --gpu-bind=none" in parts[1] and "gpus" not in parts[0]
     assert all("--mpi=pmi2" in part and "--wait=300" in part for part in parts)
     assert parse_node_plan(node_plan(nodes)) == [list(names) for names in nodes]
+    with_rewards = configure(*LARGE, *REWARD)
+    command = srun_command(with_rewards, plan_job(with_rewards), [*nodes, ("w1", "w2")], ["-m", "areal_hpc.main"])
+    *others, reward = " ".join(command).split(" : ")
+    assert len(others) == 3 and "--het-group=3 " in reward and "--nodelist=w1,w2" in reward and "--ntasks=4" in reward
 
 
 @pytest.mark.parametrize(
@@ -257,6 +286,7 @@ def test_dry_run_needs_no_slurm_and_writes_nothing(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("#SBATCH hetjob") == 2 and "world ranks" in result.stdout
+    assert "reward" not in result.stdout
     assert not folder.exists()
 
 
@@ -269,8 +299,12 @@ def test_submit_without_slurm_is_a_one_line_refusal(tmp_path):
 
 
 def test_the_plain_batch_file_agrees_with_the_quickstart():
-    plain = components((ROOT / "slurm" / "train.sbatch").read_text())
-    ours = components(script())
+    text = (ROOT / "slurm" / "train.sbatch").read_text()
+    plain, ours = components(text), components(script())
+    with_rewards = components(text.replace("##SBATCH", "#SBATCH"))
+    assert plain == with_rewards[:3]
+    for mine, theirs in zip(components(script("groups.reward.nodes=1")), with_rewards, strict=True):
+        assert mine["nodes"] == theirs["nodes"] and mine["ntasks-per-node"] == theirs["ntasks-per-node"]
     for mine, theirs in zip(ours, plain, strict=True):
         for name in ("nodes", "ntasks-per-node", "cpus-per-task", "time"):
             assert mine[name] == theirs[name], name

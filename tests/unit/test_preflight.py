@@ -259,5 +259,7 @@ def test_cores_are_dealt_to_roles(config_file, monkeypatch):
     ]  # fmt: skip
     engines = [environment["AREAL_ENGINE_CORES"].split(",") for *_, environment in roles[2:]]
     assert engines == [["5", "6", "7"], ["2", "3", "4"]]
+    with_rewards = load_config(config_file, [*overrides, "groups.reward.nodes=1", "groups.reward.ranks_per_node=3"])
+    assert role_environments(with_rewards) == [*roles, ("reward", 3, {"OMP_NUM_THREADS": "1"})]
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert [environment.get("AREAL_ENGINE_CORES") for *_, environment in role_environments(config)[2:]] == ["1", "0"]

@@ -14,8 +14,9 @@ from areal_hpc.mpi.world import World
 
 
 def make_world(network: LocalNetwork, rank: int) -> World:
-    role, role_rank = [("controller", 0), ("trainer", 0), ("trainer", 1), ("rollout", 0)][rank]
-    return World(role, role_rank, rank, (1, 2), (3,), tuple(f"node{n}" for n in range(4)), network.channel(rank))
+    role, role_rank = [("controller", 0), ("trainer", 0), ("trainer", 1), ("rollout", 0), ("reward", 0)][rank]
+    hosts = tuple(f"node{n}" for n in range(5))
+    return World(role, role_rank, rank, (1, 2), (3,), hosts, network.channel(rank), reward_ranks=(4,))
 
 
 def test_a_rank_is_given_up_after_the_deadline_and_not_before():
@@ -44,20 +45,20 @@ def test_time_in_which_this_process_was_stopped_does_not_count_against_others():
     assert signs.look(set(), 5080.0) == 1
 
 
-@pytest.mark.parametrize("silent", [0, 2, 3])
+@pytest.mark.parametrize("silent", [0, 2, 3, 4])
 def test_a_silent_rank_is_named_by_those_who_watch_it(silent):
     """Real threads; the silent rank's thread is never started."""
-    network = LocalNetwork(4)
+    network = LocalNetwork(5)
     said: dict[int, str] = {}
     done = threading.Event()
 
     def note(rank: int, error: TimeoutError) -> None:
         said[rank] = str(error)
-        if len(said) == (1 if silent else 3):
+        if len(said) == (1 if silent else 4):
             done.set()
 
     pulses = {
-        rank: Pulse(make_world(network, rank), 0.6, lambda error, rank=rank: note(rank, error)) for rank in range(4)
+        rank: Pulse(make_world(network, rank), 0.6, lambda error, rank=rank: note(rank, error)) for rank in range(5)
     }
     started = [pulse for rank, pulse in pulses.items() if rank != silent]
     for pulse in started:
@@ -67,14 +68,14 @@ def test_a_silent_rank_is_named_by_those_who_watch_it(silent):
     assert time.monotonic() - begun >= 0.6
     for pulse in started:
         pulse.stop()
-    name = ["controller 0 on node0", "", "trainer 1 on node2", "rollout 0 on node3"][silent]
-    assert set(said) == ({0} if silent else {1, 2, 3})
+    name = ["controller 0 on node0", "", "trainer 1 on node2", "rollout 0 on node3", "reward 0 on node4"][silent]
+    assert set(said) == ({0} if silent else {1, 2, 3, 4})
     assert all(f"no sign of life from {name} for 0.6 s (run.silence_deadline_s)" in text for text in said.values())
 
 
 def test_nobody_is_accused_while_all_beat_and_messages_pass_untouched():
-    network = LocalNetwork(4)
-    worlds = [make_world(network, rank) for rank in range(4)]
+    network = LocalNetwork(5)
+    worlds = [make_world(network, rank) for rank in range(5)]
     said: list[str] = []
     pulses = [Pulse(world, 1.2, lambda error: said.append(str(error))) for world in worlds]
     for pulse in pulses:

@@ -1,7 +1,7 @@
 """Roles without models, for tests of the job around them: put this folder on PYTHONPATH.
 
-The rank entry, MPI, start checks, signals and messages are the real ones; only the three
-`run` functions are replaced, before anything imports them. The controller "trains" a step
+The rank entry, MPI, start checks, signals and messages are the real ones; only the
+roles' `run` functions are replaced, before anything imports them. The controller "trains" a step
 every STAND_IN_STEP_S seconds and saves each; STAND_IN_FAIL=RANK kills that world rank
 once it has seen a step, in every attempt.
 """
@@ -19,7 +19,7 @@ def controller(config, world, paths, telemetry):
     from areal_hpc.telemetry import replace_json
 
     step = max((int(path.name[5:]) for path in paths.checkpoints.glob("step-*")), default=0)
-    others = (*world.trainer_ranks, *world.rollout_ranks)
+    others = (*world.trainer_ranks, *world.rollout_ranks, *world.reward_ranks)
 
     def tell(state, **values):
         values = {"state": state, "time": time.time(), "train_step": step, "hosts": world.hosts, **values}
@@ -61,7 +61,7 @@ def follower(config, world, paths, telemetry):
         time.sleep(0.02)
 
 
-for name, run in (("controller", controller), ("trainer", follower), ("rollout", follower)):
-    module = types.ModuleType(f"areal_hpc.{name}.loop")
+for package, run in (("controller", controller), ("trainer", follower), ("rollout", follower), ("rewards", follower)):
+    module = types.ModuleType(f"areal_hpc.{package}.loop")
     module.run = run
     sys.modules[module.__name__] = module
