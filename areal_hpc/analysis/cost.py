@@ -61,7 +61,7 @@ class Used:
 def find_cost(history: History, timeline: Timeline) -> Cost:
     """The cost of a run so far."""
     groups = history.config.groups
-    members = (groups.controller, groups.trainer, groups.rollout)
+    members = (groups.controller, groups.trainer, groups.rollout, groups.reward)
     gpus = sum(group.ranks * group.gpus_per_rank for group in members)
     nodes, cores = _held(timeline)
     if not nodes or len(timeline.ranks) < sum(timeline.num_ranks.values()):

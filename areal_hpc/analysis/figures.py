@@ -32,7 +32,7 @@ INK, MUTED, GRID = "#22272e", "#667080", "#e4e8ee"
 RUN_COLOURS = ("#2f6db5", "#d9772b", "#3a9a5b", "#9256b5", "#c2405a", "#2a9aa8", "#8a6d3b", "#5c6470")
 REWARD, ACCURACY, TRAINER, ROLLOUT = "#8fb3dd", "#1f8a4d", "#2f6db5", "#e08a1e"
 ACTIVITY_COLOURS = {
-    "start-up": "#c9ced6", "generate": "#e08a1e", "evaluate": "#f2c14e", "log-probs": "#7fb0e3",
+    "start-up": "#c9ced6", "generate": "#e08a1e", "evaluate": "#f2c14e", "score": "#4fa58b", "log-probs": "#7fb0e3",
     "forward + backward": "#2f6db5", "optimizer": "#1d3f73", "other step work": "#a9c4e4", "weights": "#9256b5",
     "checkpoint": "#8a6d3b", "idle": "#f3dfe0", "control": "#8d97a5",
 }  # fmt: skip
@@ -313,8 +313,8 @@ def _row(rank: RankTime, bin_s: float) -> np.ndarray:
 
 def utilisation(run: RunData) -> Drawn:
     """Shares of the run time of each node group."""
-    roles = [role for role in ("trainer", "rollout") if run.timeline.share(role)]
-    figure, (axes,) = _figure(1, 1.55)
+    roles = [role for role in ("trainer", "rollout", "reward") if run.timeline.share(role)]
+    figure, (axes,) = _figure(1, 1.55 if len(roles) < 3 else 1.95)
     for place, role in enumerate(roles):
         shares, left = run.timeline.share(role), 0.0
         for name in ACTIVITIES:

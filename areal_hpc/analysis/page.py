@@ -80,8 +80,9 @@ def _head(runs: list[RunData]) -> str:
             f"{escape(run.label) + ': ' if len(runs) > 1 else ''}{status.state} at step "
             f"{max(run.history.steps, default=0)} of {config.run.total_steps}, model "
             f"{escape(config.model.path.rstrip('/').rpartition('/')[2])}, {config.run.mode.value}, "
-            f"{groups.trainer.ranks} trainer and {groups.rollout.ranks} rollout ranks, batch "
-            f"{config.trainer.batch_size}, bound η = {run.history.bound}, seed {config.run.seed}"
+            f"{groups.trainer.ranks} trainer and {groups.rollout.ranks} rollout ranks, "
+            + (f"{groups.reward.ranks} reward ranks, " if groups.reward.ranks else "")
+            + f"batch {config.trainer.batch_size}, bound η = {run.history.bound}, seed {config.run.seed}"
         )
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return f"<h1>{escape(title)}</h1>" + "".join(f'<p class="sub">{line}</p>' for line in lines) + (
@@ -141,7 +142,7 @@ def _comparison(runs: list[RunData]) -> str:
 
 def _activities(run: RunData) -> str:
     """Seconds of each activity by role, and what idleness waited for."""
-    roles = [role for role in ("trainer", "rollout") if run.timeline.of(role)]
+    roles = [role for role in ("trainer", "rollout", "reward") if run.timeline.of(role)]
     totals = {role: sum(rank.run_s for rank in run.timeline.of(role)) or 1.0 for role in roles}
     seconds = {role: run.timeline.seconds(role) for role in roles}
     rows = [
@@ -153,7 +154,8 @@ def _activities(run: RunData) -> str:
         for why, value in sorted(run.timeline.waits(role).items(), key=lambda item: -item[1]):
             cells = [cell for other in roles for cell in _seconds(value if other == role else 0.0, totals[other])]
             rows.append([f'<span class="inner">idle {escape(why)}</span>', *cells])
-    names = [text for role in roles for text in (f"{role}s, rank-seconds", "share")]
+    names = [text for role in roles for text in (f"{role} ranks, rank-seconds" if role == "reward" else
+                                                 f"{role}s, rank-seconds", "share")]  # fmt: skip
     note, read = "", len(run.timeline.ranks)
     if read < sum(run.timeline.num_ranks.values()):
         note = (f'<p class="note">From {read} of {sum(run.timeline.num_ranks.values())} ranks, of each role its '

@@ -3,7 +3,7 @@
 Reads each file once, line by line, into a fixed number of bins and a sum per activity. The
 activities of a rank do not overlap: a span inside another (log-probs in a step) is taken off
 the outer one, and of a rollout's spans that lie over one another the stronger counts. Time
-without any span is a rollout's generation and the controller's control.
+without any span is a rollout's generation, a reward rank's scoring and the controller's control.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_FILES = 48
 """Ranks that are read: of more, as many of each role as its share, spread evenly."""
 MAX_GAUGE_GAP_S = 5.0
 
-START, GENERATE, EVALUATE, LOGPROBS, UPDATE, OPTIMIZER, STEP, WEIGHTS, SAVE, IDLE, CONTROL = ACTIVITIES = (
-    "start-up", "generate", "evaluate", "log-probs", "forward + backward", "optimizer", "other step work",
+START, GENERATE, EVALUATE, SCORE, LOGPROBS, UPDATE, OPTIMIZER, STEP, WEIGHTS, SAVE, IDLE, CONTROL = ACTIVITIES = (
+    "start-up", "generate", "evaluate", "score", "log-probs", "forward + backward", "optimizer", "other step work",
     "weights", "checkpoint", "idle", "control",
 )  # fmt: skip
-USEFUL = (GENERATE, EVALUATE, LOGPROBS, UPDATE, OPTIMIZER, STEP)
+USEFUL = (GENERATE, EVALUATE, SCORE, LOGPROBS, UPDATE, OPTIMIZER, STEP)
 
 SPANS: dict[str, tuple[str, str]] = {
     "train.step": (STEP, ""),
@@ -44,6 +44,7 @@ SPANS: dict[str, tuple[str, str]] = {
     "rollout.update": (WEIGHTS, GENERATE),
     "rollout.idle": (IDLE, GENERATE),
     "rollout.eval": (EVALUATE, GENERATE),
+    "reward.idle": (IDLE, SCORE),
 }
 """Span -> its activity and the one it is taken off."""
 
@@ -51,7 +52,7 @@ STRENGTH = {EVALUATE: 1, IDLE: 2, WEIGHTS: 3}
 """Of a rollout's spans, which are all taken off its generation: an engine may be idle, or be
 updated while it is idle, during an evaluation; the requests of one run side by side."""
 
-RESTS = {"rollout": GENERATE, "controller": CONTROL}
+RESTS = {"rollout": GENERATE, "controller": CONTROL, "reward": SCORE}
 """What a rank does while no span says otherwise."""
 
 BEFORE, BETWEEN, AFTER, BOUND, REWARD, ENGINE = WAITS = (
@@ -233,7 +234,7 @@ class _Reader:
         self._add(activity, begin, end)
         if outer:
             self._add(outer, begin, end, -1.0)
-        if activity == IDLE:
+        if activity == IDLE and self._rank.role != "reward":
             self._tail[BETWEEN] += seconds
 
     def _claim(self, activity: str, begin: float, end: float, waiting: str) -> None:
@@ -261,6 +262,8 @@ class _Reader:
     # ---- gauges ----------------------------------------------------------------------
 
     def _take_gauge(self, record: dict[str, Any], time: float, name: str) -> None:
+        if name == "reward.seconds" and not self._work_began:
+            self._work_began = time  # it reports from the moment its workers are ready
         if self._rank.role != "rollout":
             return
         if name == "rollout.generated_tokens":

@@ -49,7 +49,7 @@ PLACES = {
 SIDE_BY_SIDE = {"rollout.episode": "episodes", "rollout.eval": "evaluation", "reward.score": "rewards"}
 COUNTERS = {
     "rollout.running": "sequences running", "rollout.generated_tokens": "generated tokens",
-    "rollout.reward_s": "reward time (s)", "alive": "processor time (s)",
+    "rollout.reward_s": "reward time (s)", "reward.seconds": "reward time (s)", "alive": "processor time (s)",
 }  # fmt: skip
 SKIPPED = ("t", "d", "s", "c", "a")
 

@@ -5,6 +5,7 @@ trainer-*.jsonl   spans train.step (num_tokens), weights.publish (total_s)
 rollout-*.jsonl   gauges rollout.running and rollout.generated_tokens once a second,
                   spans rollout.update (stage_s, pause_s, load_s, pause_to_resume_s), rollout.idle,
                   gauge rollout.reward_s
+reward-*.jsonl    gauge reward.seconds, where rewards have ranks of their own
 spool             answers of whole groups
 
 A decode step is fitted to the gauges: an interval of s seconds with g new tokens at m
@@ -126,7 +127,8 @@ def calibrate(folder: Path, shape: ModelShape | None = None) -> Calibration:
     prefill = prompt_tokens / (config.rollout.group_size * lengths.mean * rates.prefill_tokens_s)
     rates = replace(rates, decode_base_s=base, decode_seq_s=max(0.0, per_sequence - prefill), decode_kv_s=0.0)
     rates = _publication(config, rates, trainer, rollouts, notes)
-    rates = _scoring(rates, rollouts, notes)
+    scorers = _spread(sorted(paths.telemetry.glob("reward-*.jsonl")), MAX_ENGINES)
+    rates = _scoring(rates, [_within(_events(paths, file.name), steps) for file in scorers] or rollouts, notes)
     return Calibration(
         run=str(folder),
         config=config,
@@ -310,11 +312,11 @@ def _publication(
     return replace(rates, stage_s=max(0.0, fmean(totals) - load_s), load_s=load_s)
 
 
-def _scoring(rates: Rates, rollouts: list[list], notes: list[str]) -> Rates:
+def _scoring(rates: Rates, scorers: list[list], notes: list[str]) -> Rates:
     last = [
-        max((event for event in events if event.get("c") == "rollout.reward_s"), key=lambda event: event["t"],
-            default=None)
-        for events in rollouts
+        max((event for event in events if event.get("c") in ("rollout.reward_s", "reward.seconds")),
+            key=lambda event: event["t"], default=None)
+        for events in scorers
     ]  # fmt: skip
     seconds = sum(event["v"] for event in last if event)
     checks = sum(event.get("checks", 0) for event in last if event)

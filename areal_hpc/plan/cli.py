@@ -236,8 +236,8 @@ def _cells(config: Config, split: Split) -> list[str]:
 
 
 def _node_hours(config: Config, split: Split, result: Result) -> float:
-    """Of all three groups."""
-    nodes = config.groups.controller.nodes + split.trainer_nodes + split.rollout_nodes
+    """Of all groups."""
+    nodes = config.groups.controller.nodes + split.trainer_nodes + split.rollout_nodes + config.groups.reward.nodes
     return result.hours(config.run.total_steps) * nodes
 
 

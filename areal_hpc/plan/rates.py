@@ -137,8 +137,14 @@ def estimate_rates(
         train_step_s=hardware.batch_s + hardware.optimizer_s * config.algorithm.minibatches,
         load_s=hardware.load_s + weight_bytes / hardware.network + weight_bytes / hardware.load,
         reward_s=0.01,
-        reward_workers=config.rewards.workers,
+        reward_workers=_workers_per_engine(config),
         commit_s=config.rollout.shard_latency_s,
         # Weights, master weights and two moments.
         checkpoint_s=shape.parameters * (width + 12) / hardware.storage,
     )
+
+
+def _workers_per_engine(config: Config) -> int:
+    """Reward workers that an engine has for itself, or as its share of those of the reward ranks."""
+    groups, workers = config.groups, config.rewards.workers
+    return max(1, workers * groups.reward.ranks // groups.rollout.ranks) if groups.reward.ranks else workers

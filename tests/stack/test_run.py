@@ -1,5 +1,7 @@
 """The whole real system: controller, two trainer ranks (TP=2) and one rollout rank under mpiexec.
 
+The long run scores on two reward ranks, the others beside the engine.
+
 Oracles: transformers for greedy text and log-probabilities, the shards themselves for versions
 and staleness, the journal's audit for admission and single use.
 """
@@ -75,7 +77,7 @@ def records(paths: RunPaths, kind: str) -> list[dict]:
 def run(tmp_path_factory, model) -> tuple[RunPaths, str]:
     folder = tmp_path_factory.mktemp("run") / "run"
     result = launch(folder, model, f"run.total_steps={STEPS}", "data.heldout.size=16", "data.train.size=400",
-                    "checkpoint.every=3")  # fmt: skip
+                    "checkpoint.every=3", "groups.reward.nodes=1", "groups.reward.ranks_per_node=2")  # fmt: skip
     assert result.returncode == 0, explain(result, folder)
     return RunPaths(folder), result.stdout
 
@@ -89,7 +91,27 @@ def test_it_ends_with_accuracy_and_folder(run):
     assert [record["train_step"] for record in records(paths, "eval")] == [0, STEPS]
     assert {path.name for path in paths.checkpoints.iterdir()} == {"step-00000003", "step-00000006"}
     assert any(paths.tensorboard.iterdir())
-    assert {path.name.split("-")[0] for path in paths.logs.iterdir()} >= {"controller", "trainer", "rollout"}
+    assert {path.name.split("-")[0] for path in paths.logs.iterdir()} == {
+        "controller", "trainer", "rollout", "engine", "reward"
+    }
+
+
+def test_reward_ranks_did_all_the_scoring(run):
+    paths, _ = run
+    scored = {
+        path.stem: [
+            span for line in path.read_text().splitlines() if (span := json.loads(line)).get("s") == "reward.score"
+        ]
+        for path in paths.telemetry.iterdir()
+    }
+    assert {name for name, spans in scored.items() if spans} == {"reward-00000", "reward-00001"}
+    spans = [span for spans in scored.values() for span in spans]
+    # 16 held-out prompts twice; of training at least what was trained.
+    assert sum(span["num"] for span in spans if span["num"] == 1) == 2 * 16
+    assert sum(span["num"] for span in spans if span["num"] == 8) >= STEPS * BATCH
+    ranks = json.loads(paths.status.read_text())["ranks"].values()
+    assert all(rank["checks"] > 0 and rank["time"] > 0 for rank in ranks if rank["role"] == "reward")
+    assert [rank["role"] for rank in ranks].count("reward") == 2
 
 
 def test_files_are_private(run):

@@ -108,6 +108,14 @@ def test_a_run_gives_back_its_rates(tmp_path):
     assert found.tokens_per_s > 0 and found.predict().tokens_per_s > 0
 
 
+def test_reward_ranks_tell_the_time_of_a_check_themselves(tmp_path):
+    run = made_run(tmp_path)
+    telemetry = Telemetry(run / "telemetry" / "reward-00000.jsonl")
+    telemetry._write({"t": 5000.0, "c": "reward.seconds", "v": 9.0, "checks": 100})
+    telemetry.close()
+    assert calibrate(run).rates.reward_s == pytest.approx(0.09)
+
+
 @pytest.mark.parametrize(
     "skip,words",
     [

@@ -308,7 +308,7 @@ def test_an_error_of_the_filesystem_that_passes_is_no_damage(written, monkeypatc
     left = num_failures
     module, error = {
         "open": (shard.os, OSError(errno.ESTALE, "Stale file handle")),
-        "HDF5": (shard.h5f, OSError("file read failed: errno = 5, Input/output error")),
+        "HDF5": (hdf5.h5f, OSError("file read failed: errno = 5, Input/output error")),
     }[where]
     real = module.open
 
