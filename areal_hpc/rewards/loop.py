@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.004
+POLL_S = 0.01
 STATUS_INTERVAL_S = 1.0
 MIN_IDLE_S = 0.05
 """Shorter stretches without requests are not recorded."""
