@@ -93,7 +93,8 @@ def run(tmp_path):
     paths.create()
     config = Config()
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"num_attention_heads": 2}')
+    shape = {"num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2", **shape}))
     (tmp_path / "model" / "model.safetensors").touch()
     config.model.path = config.model.tokenizer = str(tmp_path / "model")
     save_config(config, paths.config)

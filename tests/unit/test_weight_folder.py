@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_hpc.config.schema import WeightBackend
 from areal_hpc.durable import DiskFullError
 from areal_hpc.telemetry import Telemetry
 from areal_hpc.weights import folder
@@ -42,7 +43,7 @@ def test_only_what_another_attempt_may_mend_is_a_failed_publication(tmp_path, mo
     weights = TrainerWeights.__new__(TrainerWeights)
     weights._world = SimpleNamespace(is_trainer_lead=True)
     weights._source = SimpleNamespace(begin_publication=lambda: None)
-    weights._client, weights._background = object(), None
+    weights._client, weights._background, weights._backend = object(), None, WeightBackend.file
     weights._telemetry = Telemetry(tmp_path / "spans.jsonl")
     withdrawn: list[Exception] = []
     monkeypatch.setattr(weights, "_ensure_connected", lambda version: None)
