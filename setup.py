@@ -11,7 +11,7 @@ setup(
     python_requires=">=3.11,<3.13",
     # vLLM's CPU and GPU builds bear different names and the CPU build asks for
     # packages that break it, so torch and vllm come from tools/requirements-*.txt.
-    install_requires=["numpy", "msgspec", "omegaconf>=2.4"],
+    install_requires=["numpy", "msgspec", "omegaconf>=2.4", "isal>=1.7"],
     extras_require={
         "cluster": [
             "mpi4py>=4.1",

@@ -8,11 +8,11 @@ dataclass of numpy arrays and travels through HDF5 only.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from isal import isal_zlib
 
 PROMPT_VERSION = -1
 """Version stamped on tokens that no policy produced (prompt, observation, tool output)."""
@@ -117,7 +117,7 @@ def token_checksum(
         # Nearly always so already: asking costs less than a conversion that does nothing.
         if array.dtype != kind or not array.flags.c_contiguous:
             array = np.ascontiguousarray(array, kind)
-        state = zlib.crc32(array, state)
+        state = isal_zlib.crc32(array, state)
     return state
 
 

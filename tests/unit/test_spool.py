@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import h5py
@@ -95,6 +96,9 @@ def test_row_descriptions_agree_with_the_trajectories(written):
         assert (row.reward, row.finish_reason) == (trajectory.reward, trajectory.finish_reason)
     assert read_index(info.path, run_id=RUN) == info
     assert [row.checksum for row in info.rows] == [trajectory.checksum for trajectory in trajectories]
+    for row, kept in zip(info.rows, trajectories, strict=True):
+        arrays = (kept.tokens, kept.loss_mask, kept.rollout_logprobs, kept.versions)
+        assert row.checksum == zlib.crc32(b"".join(array.tobytes() for array in arrays))
 
 
 def test_trajectory_without_trained_tokens_has_no_version(tmp_path):
@@ -340,6 +344,7 @@ def test_quarantine_moves_and_warns_once(written, tmp_path, caplog):
 
 DISK_FULL = """
 import sys
+import zlib
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_spool import make_groups, RUN
