@@ -15,6 +15,8 @@ from rollout_harness import Director, directing, make_config, make_model, refere
 from areal_hpc.config.schema import WeightBackend
 from areal_hpc.messages import EngineRestarted
 from areal_hpc.types import SamplingSpec, Trajectory
+from areal_hpc.weights import file as file_weights
+from areal_hpc.weights.folder import write_weights
 from areal_hpc.weights.transfer import PublishError
 
 SPEC = SamplingSpec(max_new_tokens=40, temperature=1.0)
@@ -99,7 +101,7 @@ def test_all_engines_or_none(pair):
         assert_serves(ask(director, rank, group=78), policy, 2)
 
 
-def test_files_reach_a_tensor_parallel_engine(tmp_path):
+def test_files_reach_a_tensor_parallel_engine(tmp_path, monkeypatch):
     policy = make_model(tmp_path / "model")
     config = make_config(
         tmp_path / "model", weights__backend=WeightBackend.file, rollout__tensor_parallel=2
@@ -118,18 +120,18 @@ def test_files_reach_a_tensor_parallel_engine(tmp_path):
         assert all(file.stat().st_mode & 0o777 == 0o600 for file in folder.iterdir())
         # A file that is not whole is noticed before the model is touched.
         served = ask(director, 2, group=2)
-        write = trainer._engine._write
 
-        def write_half(version: int):
-            folder = write(version)
+        def write_half(*arguments):
+            folder = write_weights(*arguments)
             [file] = folder.iterdir()
             os.truncate(file, file.stat().st_size // 2)
             return folder
 
-        trainer._engine._write = write_half
         shake(policy, 3, 0.02)
-        with pytest.raises(PublishError):
-            trainer.publish(3)
+        with monkeypatch.context() as patched:
+            patched.setattr(file_weights, "write_weights", write_half)
+            with pytest.raises(PublishError):
+                trainer.publish(3)
         assert_same(ask(director, 2, group=2), served)
         trainer.publish(3)
         assert_serves(ask(director, 2, group=3), policy, 3)
