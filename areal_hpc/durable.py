@@ -88,6 +88,19 @@ def _answer_of_full_disk(error: BaseException) -> OSError | None:
     return answer
 
 
+def open_own(path: str | Path, flags: int) -> int:
+    """A descriptor of a file in the run folder, mode 0600, made if need be.
+
+    Raises OSError for a symbolic link: what is written through it could land anywhere.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, f"{path} is a symbolic link, a run writes only to files of its own: remove it") from None
+
+
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte; `os.write` may take a part only when space runs out."""
     view = memoryview(data).cast("B")
@@ -102,7 +115,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = open_own(temporary, os.O_WRONLY | os.O_TRUNC)
         try:
             write_all(descriptor, data)
             os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """Rank entry: `python -m areal_hpc.main --run FOLDER`, started by mpiexec or srun.
 
-Owns the order of a rank's life: configuration -> MPI world -> log, telemetry, signals ->
-role.run() -> end. Any error that leaves `run()` ends the whole world: the traceback goes
-to the rank's log, one line to the terminal, MPI_Abort to everybody else.
+Owns the order of a rank's life: configuration -> MPI world -> the run's lock -> log,
+telemetry, signals -> role.run() -> end. Any error that leaves `run()` ends the whole world:
+the traceback goes to the rank's log, one line to the terminal, MPI_Abort to everybody else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_hpc import runlock
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
-from areal_hpc.durable import full_disk_of
+from areal_hpc.durable import full_disk_of, open_own
 from areal_hpc.heartbeat import introduce, start_heartbeat
 from areal_hpc.mpi.clock import compare_clocks
 from areal_hpc.mpi.pulse import Pulse
@@ -51,10 +52,17 @@ def main(argv: list[str] | None = None) -> int:
     keep_terminal()
     # From the first moment: Slurm may signal a step that is still loading.
     install_handlers(FLAG)
-    world = None
+    world: World | None = None
+    lock: runlock.RunLock | None = None
+
+    def fail(error: BaseException) -> None:
+        _fail(error, world, paths, lock)
+
     try:
         config = read_config(paths.config)
         world = _join(config)
+        lock = _lock(config, world, paths, fail)
+        attempt = _attempt(world, paths)
         visible_s = _check_shared(world, paths)
         paths = paths.seen_after(visible_s)
         paths.create()
@@ -68,20 +76,21 @@ def main(argv: list[str] | None = None) -> int:
             "%s is world rank %d of %d on %s, pid %d",
             label, world.world_rank, len(world.hosts), world.host, os.getpid(),
         )
-        attempt = _attempt(world, paths)
         introduce(telemetry, world, attempt, compare_clocks())
         telemetry.value("start.visible_s", visible_s)
         start_heartbeat(telemetry)
-        pulse = Pulse(world, config.run.silence_deadline_s, lambda error: _fail(error, world, paths))
+        pulse = Pulse(world, config.run.silence_deadline_s, fail)
         pulse.start()
         _role(world.role)(config, world, paths, telemetry)
         pulse.stop()
         telemetry.close()
         kill_children()
         world.channel.settle(END_DEADLINE_S)
+        if lock is not None:
+            lock.release()
         _finish()
     except BaseException as error:
-        _fail(error, world, paths)
+        fail(error)
     return 0
 
 
@@ -113,14 +122,31 @@ def _check_shared(world: World, paths: RunPaths) -> float:
     return seconds
 
 
+def _lock(
+    config: Config, world: World, paths: RunPaths, on_lost: Callable[[BaseException], None]
+) -> runlock.RunLock | None:
+    """The run's lock, which the controller holds for all; FolderInUseError if another run does."""
+    if world.role != "controller":
+        return None
+    handed_over = os.environ.get(runlock.HANDED_OVER, "")
+    return runlock.acquire(paths.lock, take_over=config.run.take_over, handed_over=handed_over, on_lost=on_lost)
+
+
 def _attempt(world: World, paths: RunPaths) -> int:
-    """Which attempt at the run this is: one more than the journal knows."""
+    """Which attempt at the run this is: one more than the journal knows.
+
+    Returns when the controller holds the lock and has found the run folder closed: only then
+    may a rank write.
+    """
     from areal_hpc.mpi.world import gather
 
     known = b""
     if world.role == "controller":
         from areal_hpc.controller.ledger import num_attempts
+        from areal_hpc.launch.checks import check_links
 
+        # Again, though the launcher looked: the job may have waited in the queue for days.
+        check_links(paths)
         known = str(num_attempts(paths.ledger)).encode()
     return int(gather(known, "the number of the attempt")[0]) + 1
 
@@ -146,12 +172,16 @@ def _finish() -> None:
     os._exit(0)
 
 
-def _fail(error: BaseException, world: World | None, paths: RunPaths) -> None:
+def _fail(
+    error: BaseException, world: World | None, paths: RunPaths, lock: runlock.RunLock | None = None
+) -> None:
     code = _tell(error, world, paths)
     # Another thread may be inside MPI: an abort that hangs there must not keep the world alive.
     faulthandler.dump_traceback_later(ABORT_DEADLINE_S, exit=True)
     try:
         kill_children()
+        if lock is not None:
+            lock.release()
         from mpi4py import MPI
 
         if MPI.Is_initialized() and not MPI.Is_finalized():
@@ -175,20 +205,25 @@ def _tell(error: BaseException, world: World | None, paths: RunPaths) -> int:
         log = paths.log(world.role, world.role_rank)
     echo(f"areal-hpc: {where} failed: {type(error).__name__}: {summary[:500]} (log: {log})")
     if isinstance(error, ConfigError):
-        _refuse(paths, f"{where}: {summary[:500]}")
+        # Who holds the folder may leave it: another start can help.
+        if not isinstance(error, runlock.FolderInUseError):
+            _refuse(f"{where}: {summary[:500]}")
         return 2
     if full := full_disk_of(error):
-        _refuse(paths, f"{where}: {full[:1000]}; make space, then start it again with run.on_existing=resume")
+        _refuse(f"{where}: {full[:1000]}; make space, then start it again with run.on_existing=resume")
     return 1
 
 
-def _refuse(paths: RunPaths, text: str) -> None:
-    """Tell the job's supervisor that starting again cannot help."""
-    if not paths.slurm.is_dir():
+def _refuse(text: str) -> None:
+    """Tell the supervisor of this job, if there is one, that starting again cannot help."""
+    from areal_hpc.launch.step import REFUSAL_VARIABLE
+
+    file = os.environ.get(REFUSAL_VARIABLE)
+    if not file:
         return
     try:
         # In place: the supervisor keeps this space for a disk that is full.
-        descriptor = os.open(paths.refusal, os.O_WRONLY | os.O_CREAT, 0o600)
+        descriptor = open_own(file, os.O_WRONLY)
         try:
             os.pwrite(descriptor, text.encode()[:REFUSAL_BYTES].ljust(REFUSAL_BYTES), 0)
             os.fsync(descriptor)

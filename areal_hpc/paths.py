@@ -61,13 +61,12 @@ class RunPaths:
         """What the supervisor of the job did, one JSON object a line."""
         return self.slurm / "events.jsonl"
 
-    @property
-    def refusal(self) -> Path:
-        """Why a rank refused to start or ended, where starting again cannot help; blank if none did.
+    def refusal(self, job_id: str) -> Path:
+        """Why a rank of a job refused to start or ended, where starting again cannot help; blank if none did.
 
         REFUSAL_BYTES long, kept by the supervisor: it is written in place when the disk is full.
         """
-        return self.slurm / "refused.txt"
+        return self.slurm / f"refused-{job_id}.txt"
 
     @property
     def logs(self) -> Path:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.durable import disk_full, write_all
+from areal_hpc.durable import disk_full, open_own, write_all
 
 FLUSH_INTERVAL_S = 1.0
 MAX_BYTES = 256 * 1024 * 1024
@@ -38,7 +38,7 @@ class Telemetry:
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, attempt: int = 0) -> None:
         self.attempt = attempt
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = open_own(path, os.O_RDWR | os.O_APPEND)
         self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._size = os.fstat(descriptor).st_size
         self._max_bytes = max_bytes
@@ -127,7 +127,7 @@ def append_jsonl(path: Path, record: dict[str, object]) -> None:
     """
     data = (json.dumps(record, separators=(",", ":")) + "\n").encode()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
         before = os.fstat(descriptor).st_size
         try:
             write_all(descriptor, data)
@@ -148,7 +148,7 @@ def replace_json(path: Path, record: dict[str, object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = json.dumps(record)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = open_own(temporary, os.O_WRONLY | os.O_TRUNC)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
         os.replace(temporary, path)
@@ -167,7 +167,7 @@ def setup_logging(log_file: Path | None, *, label: str, verbose: bool = False) -
     level = logging.DEBUG if verbose else logging.INFO
     if log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = open_own(log_file, os.O_WRONLY | os.O_APPEND)
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(descriptor, 1)

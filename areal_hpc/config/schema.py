@@ -71,7 +71,8 @@ class RunConfig:
     on_existing: OnExisting = OnExisting.refuse
     """What to do when the folder already holds this run: refuse, or resume from its last checkpoint."""
     take_over: bool = False
-    """Take the run folder from a run on another host that gave no sign of life for minutes."""
+    """Take the run folder from a run on another host that gave no sign of life for minutes, and
+    submit although a job of the run waits or runs."""
     deterministic: bool = False
     """Same seed, same layout: bitwise the same weights, however often the run is stopped and resumed.
     Needs mode sync; answers are computed so that they do not depend on what runs beside them."""

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.durable import disk_full, write_all
+from areal_hpc.durable import disk_full, open_own, write_all
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._descriptor = open_own(path, os.O_WRONLY | os.O_APPEND)
         self._pending: list[bytes] = []
 
     def add(self, kind: str, **fields: object) -> None:
@@ -98,7 +98,8 @@ def read_ledger(path: Path, *, repair: bool = False) -> Iterator[dict]:
                     raise LedgerError(f"{path} is damaged at byte {good}, before its end")
                 log.warning("%s: cut %d bytes of a record that was not finished", path, sum(map(len, rest)))
                 if repair:
-                    os.truncate(path, good)
+                    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as journal:
+                        journal.truncate(good)
                 return
             yield record
             good += len(line)

@@ -6,7 +6,7 @@
 
 It owns every decision and the journal of them, computes nothing and never blocks in MPI.
 Called by `main` with the controller's world; writes the ledger, the metrics, the status,
-the answers of evaluations and the run's lock.
+and the answers of evaluations. The run's lock is `main`'s, taken before any rank writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import logging
 import time
 from typing import Any
 
-from areal_hpc import runlock
 from areal_hpc.config.schema import Config
 from areal_hpc.controller.admission import Admission
 from areal_hpc.controller.batcher import choose_epoch
@@ -71,29 +70,27 @@ QUEUE_FACTOR = 1.5
 
 def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry, stop: StopFlag = FLAG) -> None:
     """Control the run to its end, or drain it when a stop is requested."""
-    with runlock.acquire(paths.lock, take_over=config.run.take_over) as lock:
-        progress = Progress(paths, ranks=_signs(world), boards=open_boards(config, paths))
-        try:
-            controller = Controller(config, world, paths, telemetry, progress, stop)
-        except StoppedEarly:
-            final = {"state": "stopped", "reason": stop.reason, "requeue": stop.requeue}
-            let_everybody_go(world, progress, final)
-            return
-        # What an earlier stop cut short is under way before a batch is formed: it may belong in it.
+    progress = Progress(paths, ranks=_signs(world), boards=open_boards(config, paths))
+    try:
+        controller = Controller(config, world, paths, telemetry, progress, stop)
+    except StoppedEarly:
+        final = {"state": "stopped", "reason": stop.reason, "requeue": stop.requeue}
+        let_everybody_go(world, progress, final)
+        return
+    # What an earlier stop cut short is under way before a batch is formed: it may belong in it.
+    controller.grant_leases()
+    while not controller.finished and not stop:
+        busy = controller.receive_reports()
+        controller.expire_leases()
+        controller.publish()
+        controller.save_checkpoint()
+        controller.evaluate()
+        controller.form_batch()
         controller.grant_leases()
-        while not controller.finished and not stop:
-            busy = controller.receive_reports()
-            controller.expire_leases()
-            controller.publish()
-            controller.save_checkpoint()
-            controller.evaluate()
-            controller.form_batch()
-            controller.grant_leases()
-            controller.watch()
-            lock.refresh()
-            if not busy:
-                time.sleep(IDLE_S)
-        drain(controller, stop)
+        controller.watch()
+        if not busy:
+            time.sleep(IDLE_S)
+    drain(controller, stop)
 
 
 class Controller:

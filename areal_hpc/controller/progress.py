@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_hpc.controller.batcher import ReadyGroup
 from areal_hpc.controller.boards import Board, TensorBoard
+from areal_hpc.durable import open_own
 from areal_hpc.messages import RolloutStatus
 from areal_hpc.paths import RunPaths
 from areal_hpc.rewards.right import PART
@@ -69,7 +70,7 @@ def cut_torn_line(path: Path) -> None:
     """Cut what a killed writer left of its last line, so that the next one begins a line."""
     if not path.exists():
         return
-    with open(path, "r+b") as file:
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - MAX_LINE_BYTES)
         file.seek(start)

@@ -67,6 +67,15 @@ def _check_node(plan: JobPlan, rank: int, environ: Mapping[str, str]) -> None:
         )
 
 
+def check_links(paths: RunPaths) -> None:
+    """Raises ConfigError for a symbolic link by which the run would write outside its folder."""
+    for link in paths.outward_links():
+        raise ConfigError(
+            f"{link} is a symbolic link to {link.resolve()}, outside the run folder: the run would write there; "
+            "remove it, or choose another run.folder"
+        )
+
+
 def check_shared_folder(
     paths: RunPaths, rank: int, gather: Gather, deadline_s: float = VISIBILITY_DEADLINE_S
 ) -> float:

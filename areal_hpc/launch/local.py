@@ -20,6 +20,7 @@ from typing import IO
 
 import psutil
 
+from areal_hpc import runlock
 from areal_hpc.config.load import ConfigError, load_config, save_config
 from areal_hpc.config.schema import Config
 from areal_hpc.launch.preflight import check_files, check_run_folder
@@ -35,20 +36,24 @@ def run_local(config_path: str, overrides: list[str]) -> int:
     resumed = check_run_folder(config, found.prompts)
     paths = RunPaths(Path(config.run.folder).expanduser().resolve())
     paths.create()
-    save_config(config, paths.config)
-    print(
-        f"model {found.model_type}, {found.num_parameters / 1e6:.1f}M parameters; "
-        f"{len(found.prompts.train)} training and {len(found.prompts.heldout)} held-out prompts"
-        + (f" ({found.prompts.num_removed} left out of training: held out)" if found.prompts.num_removed else "")
-    )
-    print(("resuming" if resumed else "starting") + f" run {config.run.name!r} in {paths.root}", flush=True)
-    return finish_run(config, paths)
+    with runlock.acquire(paths.lock, take_over=config.run.take_over) as lock:
+        save_config(config, paths.config)
+        print(
+            f"model {found.model_type}, {found.num_parameters / 1e6:.1f}M parameters; "
+            f"{len(found.prompts.train)} training and {len(found.prompts.heldout)} held-out prompts"
+            + (f" ({found.prompts.num_removed} left out of training: held out)" if found.prompts.num_removed else "")
+        )
+        print(("resuming" if resumed else "starting") + f" run {config.run.name!r} in {paths.root}", flush=True)
+        return finish_run(config, paths, lock.token)
 
 
-def finish_run(config: Config, paths: RunPaths) -> int:
-    """Run all ranks to the end and print what came of it; returns the exit code."""
+def finish_run(config: Config, paths: RunPaths, lock_token: str) -> int:
+    """Run all ranks to the end and print what came of it; returns the exit code.
+
+    lock_token: of the lock that this process holds, for the controller.
+    """
     began = time.time()
-    code = start_ranks(config, paths)
+    code = start_ranks(config, paths, lock_token)
     if code == 1 and _finished_since(paths, began):
         print("warning: a rank did not end in order, after the run had finished and saved: nothing is lost")
         code = 0
@@ -66,7 +71,7 @@ def _finished_since(paths: RunPaths, began: float) -> bool:
         return False
 
 
-def start_ranks(config: Config, paths: RunPaths) -> int:
+def start_ranks(config: Config, paths: RunPaths, lock_token: str) -> int:
     """Run all ranks to the end; returns mpiexec's exit code."""
     process = subprocess.Popen(
         mpi_command(config, ["-m", "areal_hpc.main", "--run", str(paths.root)]),
@@ -77,7 +82,7 @@ def start_ranks(config: Config, paths: RunPaths) -> int:
         errors="replace",
         # A group of its own: Ctrl-C on the terminal must reach the controller once, through us.
         start_new_session=True,
-        env=rank_environment(),
+        env=rank_environment() | {runlock.HANDED_OVER: lock_token},
     )
     return follow(process, config, paths)
 

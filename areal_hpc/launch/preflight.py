@@ -7,14 +7,18 @@ ConfigError. Imports neither torch nor MPI; prompts are tokenized with `tokenize
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_hpc import runlock
 from areal_hpc.config.load import ConfigError, config_digest, read_config
 from areal_hpc.config.model_rules import check_model, num_experts
 from areal_hpc.config.schema import Config, OnExisting
 from areal_hpc.data.datasets import PromptSets, load_prompt_sets
 from areal_hpc.data.identity import check_prompts
+from areal_hpc.launch.checks import check_links
+from areal_hpc.launch.status import active_job
 from areal_hpc.paths import RunPaths
 
 PROMPT_SAMPLE = 20_000
@@ -127,23 +131,35 @@ def check_prompt_lengths(config: Config, prompts: PromptSets) -> int:
     return longest
 
 
+def check_idle(paths: RunPaths, *, take_over: bool) -> None:
+    """Raises ConfigError if a run uses the folder now, or its job waits or runs; changes nothing.
+
+    `take_over` takes a folder whose run only looks abandoned, and does not ask for its job.
+    """
+    runlock.check(paths.lock, take_over=take_over, job_id=os.environ.get("SLURM_JOB_ID", ""))
+    job = None if take_over else active_job(paths)
+    if job is not None:
+        raise ConfigError(
+            f"run folder {paths.root} has job {job.job_id}, which is {job.state}: end it first (areal-hpc job stop or "
+            "cancel), or set run.take_over=true to start beside it"
+        )
+
+
 def check_run_folder(config: Config, prompts: PromptSets) -> bool:
     """Whether the run folder already holds this run and may be resumed.
 
-    Raises ConfigError when it holds another run, or this one and run.on_existing is refuse,
-    or this one with other prompts, and when a link in it leads outside.
+    Raises ConfigError when it is in use, when it holds another run, or this one and
+    run.on_existing is refuse, or this one with other prompts, and when a link in it leads
+    outside.
     """
     from areal_hpc.controller.ledger import last_run
 
     paths = RunPaths(Path(config.run.folder).expanduser())
-    for link in paths.outward_links():
-        raise ConfigError(
-            f"{link} is a symbolic link to {link.resolve()}, outside the run folder: the run would write there; "
-            "remove it, or choose another run.folder"
-        )
+    if paths.root.exists() and not paths.root.is_dir():
+        raise ConfigError(f"run.folder={config.run.folder} is a file")
+    check_idle(paths, take_over=config.run.take_over)
+    check_links(paths)
     if not paths.config.exists():
-        if paths.root.exists() and not paths.root.is_dir():
-            raise ConfigError(f"run.folder={config.run.folder} is a file")
         if paths.root.is_dir() and any(paths.root.iterdir()):
             raise ConfigError(f"run.folder={config.run.folder} is not empty and holds no run; choose another")
         return False

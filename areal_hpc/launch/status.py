@@ -9,6 +9,7 @@ of its lives: only the last submission counts, and none from before we submitted
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -195,6 +196,21 @@ def find_job(target: str) -> tuple[JobRecord, RunPaths | None]:
         return JobRecord(leader_id(str(values["job_id"])), float(values["submitted"])), paths
     except (OSError, ValueError, KeyError):
         raise ConfigError(f"{target} has no Slurm job (no readable {paths.job})") from None
+
+
+def active_job(paths: RunPaths) -> JobStatus | None:
+    """The folder's job if it waits or runs, and is not the one that this process is in."""
+    if not slurm.available() or not paths.job.exists():
+        return None
+    try:
+        record, _ = find_job(str(paths.root))
+    except ConfigError:
+        return None
+    if record.job_id == os.environ.get("SLURM_JOB_ID"):
+        return None
+    status = job_status(record.job_id, record.submitted)
+    # A job that is completing has ended, but for Slurm's cleaning.
+    return status if status.active and status.state != "COMPLETING" else None
 
 
 def run_job_command(action: str, target: str) -> int:

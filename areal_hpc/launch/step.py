@@ -12,12 +12,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from areal_hpc.config.schema import Config
 from areal_hpc.launch.plan import GroupPlan, JobPlan
 
 NODE_PLAN_VARIABLE = "AREAL_NODE_PLAN"
 """Tells every rank which node each group works on: `n1;n2,n3;n4`."""
+
+REFUSAL_VARIABLE = "AREAL_REFUSAL_FILE"
+"""Tells every rank where the supervisor of its own job looks for a refusal."""
 
 LEAVE_DEADLINE_S = 300
 """Between the first rank's end and the last one's."""
@@ -70,20 +74,27 @@ def parse_node_plan(text: str) -> list[list[str]]:
     return [part.split(",") for part in text.split(";")]
 
 
-def step_environment(nodes: Sequence[Sequence[str]]) -> dict[str, str]:
+def step_environment(nodes: Sequence[Sequence[str]], refusal: Path | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment[NODE_PLAN_VARIABLE] = node_plan(nodes)
+    if refusal is not None:
+        environment[REFUSAL_VARIABLE] = str(refusal)
     environment.setdefault("HF_HUB_OFFLINE", "1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return environment
 
 
-def start(command: Sequence[str], nodes: Sequence[Sequence[str]]) -> subprocess.Popen[str]:
-    """Start srun in a session of its own: the supervisor decides which signals reach the ranks."""
+def start(
+    command: Sequence[str], nodes: Sequence[Sequence[str]], refusal: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start srun in a session of its own: the supervisor decides which signals reach the ranks.
+
+    refusal: the file in which a rank says why starting again cannot help.
+    """
     return subprocess.Popen(
         list(command), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True, env=step_environment(nodes),
+        start_new_session=True, env=step_environment(nodes, refusal),
     )
 
 

@@ -10,6 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from areal_hpc import runlock
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import load_config, save_config, training_warnings
 from areal_hpc.config.schema import Config
@@ -54,7 +55,9 @@ def run_submit(config_path: str, overrides: list[str], *, dry_run: bool = False)
 def prepare_run(config_path: str, overrides: list[str], *, job_id: str, requeued: bool) -> RunPaths:
     """The run folder of a job that a batch script starts; a requeued job finds it as it was."""
     config, _, paths = _load(config_path, overrides)
-    if not (requeued and paths.config.exists()):
+    if requeued and paths.config.exists():
+        runlock.check(paths.lock, take_over=config.run.take_over, job_id=job_id)
+    else:
         _prepare(config, paths)
     write_record(paths, job_id)
     return paths

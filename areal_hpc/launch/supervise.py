@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_hpc import runlock
 from areal_hpc.config.errors import ConfigError
 from areal_hpc.config.load import read_config
 from areal_hpc.config.schema import Config
@@ -92,9 +93,13 @@ class Supervisor:
         self._stopped_at = 0.0
 
     def run(self) -> int:
-        """Supervise the run until it is done, requeued or given up; the exit code of the batch step."""
+        """Supervise the run until it is done, requeued or given up; the exit code of the batch step.
+
+        Raises FolderInUseError, having written nothing, if another run holds the folder.
+        """
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self._signals.append(received))
+        runlock.check(self.paths.lock, take_over=self.config.run.take_over, job_id=self.job_id)
         self._refresh_end_time()
         self._event(
             "allocation", job_id=self.job_id, restart_count=self.restart_count,
@@ -159,10 +164,10 @@ class Supervisor:
             self.config, self.plan, nodes, ["-m", "areal_hpc.main", "--run", str(self.paths.root)]
         )
         before = last_checkpoint(self.paths)
-        self._reserve_refusal()
+        refusal = self._reserve_refusal()
         began = time.time()
         self._event("step_started", nodes=nodes, checkpoint=before)
-        process = start(command, nodes)
+        process = start(command, nodes, refusal)
         watch = _Watch(process)
         try:
             self._follow(process, watch)
@@ -186,7 +191,7 @@ class Supervisor:
             state=state.get("state", ""),
             wants_requeue=bool(state.get("requeue")),
             stop_reason=self.stop_reason,
-            refusal=_read_text(self.paths.refusal),
+            refusal=_read_text(refusal),
             step_before=before,
             step_after=after,
         )
@@ -302,13 +307,15 @@ class Supervisor:
         except OSError as error:
             self._say(f"warning: {event} is not in events.jsonl: {error.strerror or error}")
 
-    def _reserve_refusal(self) -> None:
+    def _reserve_refusal(self) -> Path:
         """Blanks, in whose place a rank says why the step must not be started again: a full disk too."""
+        refusal = self.paths.refusal(self.job_id)
         try:
-            write_durably(self.paths.refusal, b" " * REFUSAL_BYTES)
+            write_durably(refusal, b" " * REFUSAL_BYTES)
         except OSError as error:
             self._say(f"warning: no place for a refusal: {error.strerror or error}")
-            self.paths.refusal.unlink(missing_ok=True)
+            refusal.unlink(missing_ok=True)
+        return refusal
 
 
 class _Watch:

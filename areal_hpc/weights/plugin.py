@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 
+from areal_hpc.durable import open_own
+
 ENGINE_LOG_VARIABLE = "AREAL_ENGINE_LOG"
 PARENT_POLL_S = 0.5
 WORKER_BACKENDS = {
@@ -72,7 +74,7 @@ def _tolerate_rewinds_on_cpu() -> None:
 
 
 def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = open_own(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -1,5 +1,6 @@
 """A real MPI world: roles by rank, messages between them, errors that end it."""
 
+import getpass
 import os
 import subprocess
 import sys
@@ -8,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc import runlock
+from areal_hpc.config.load import load_config, save_config
 from areal_hpc.launch.local import find_mpiexec
+from areal_hpc.launch.plan import plan_job
+from areal_hpc.launch.step import REFUSAL_VARIABLE
+from areal_hpc.paths import RunPaths
 
 PEERS = Path(__file__).with_name("world_peers.py")
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def mpirun(ranks: int, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -73,3 +80,39 @@ def test_a_failing_rank_ends_the_world_within_seconds():
     assert time.monotonic() - start < 15.0
     assert "areal-hpc: trainer 1 on" in result.stdout + result.stderr
     assert "ValueError: broken on purpose" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("case", ["in use", "outward link"])
+def test_ranks_write_nothing_before_the_folder_is_theirs(tmp_path, case):
+    """The ranks of a second start, or of a job that waited while the folder was changed."""
+    paths, refusal = RunPaths(tmp_path / "run"), tmp_path / "refused.txt"
+    paths.create()
+    config = load_config(QUICKSTART, [f"run.folder={paths.root}"])
+    save_config(config, paths.config)
+    paths.spans("controller", 0).write_text('{"c":"start"}\n')
+    command = [find_mpiexec(), "-n", str(plan_job(config).num_ranks), sys.executable, "-m", "areal_hpc.main", "--run"]
+    environment = {**os.environ, REFUSAL_VARIABLE: str(refusal)}
+    with runlock.acquire(paths.lock) as lock:
+        if case == "outward link":
+            environment[runlock.HANDED_OVER] = lock.token
+            (paths.root / "exports").symlink_to(tmp_path / "elsewhere")
+        before = contents(paths)
+        result = subprocess.run(
+            [*command, str(paths.root)], capture_output=True, text=True, timeout=100.0, env=environment
+        )
+        after = contents(paths)
+    if case == "outward link":
+        # Taken from the launcher by the controller, and given back when it failed.
+        del before["lock.json"]
+    assert after == before
+    output = result.stdout + result.stderr
+    if case == "in use":
+        # Not for good: the supervisor may try again, and the other run's must not hear of it.
+        assert f"in use by {getpass.getuser()}" in output and not refusal.exists()
+    else:
+        assert "exports is a symbolic link to" in output and "exports is a symbolic link" in refusal.read_text()
+    assert result.returncode != 0
+
+
+def contents(paths: RunPaths) -> dict[str, bytes]:
+    return {str(file.relative_to(paths.root)): file.read_bytes() for file in paths.root.rglob("*") if file.is_file()}

@@ -91,7 +91,6 @@ def test_a_run_from_beginning_to_end(go, printed):
             "staleness_max", "wait_s", "ready_groups", "leases_expired", "trainer/loss"} <= steps[0].keys()
     assert status(world)["state"] == "finished" and status(world)["train_step"] == 6
     assert len([line for line in printed if line.split()[0] in "123456"]) == 6
-    assert not world.paths.lock.exists()
     assert list(world.paths.tensorboard.glob("events*"))
 
 
@@ -420,15 +419,19 @@ def test_nothing_is_published_while_an_evaluation_runs(go):
     assert order == ["TrainBatch", "Publish"] * 8
 
 
-def test_a_second_controller_is_kept_out_of_the_folder(tmp_path, printed):
-    from areal_hpc import runlock
-
-    config = make_config(tmp_path)
-    world = FakeWorld(config, RunPaths(tmp_path / "run"), Disk(), 0)
-    world.paths.create()
-    with runlock.acquire(world.paths.lock), pytest.raises(ConfigError, match="is in use by"):
-        world.run()
-
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "telemetry/controller-00000.jsonl"])
+def test_nothing_is_written_through_a_symbolic_link(go, tmp_path, name):
+    """Set while the run went on, after the folder was looked through."""
+    outside = tmp_path / "precious"
+    outside.write_text("not ended by a line feed")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(outside)
+    with pytest.raises(OSError, match=f"{link} is a symbolic link.*remove it"):
+        go()
+    assert outside.read_text() == "not ended by a line feed"
+    link.unlink()
+    assert go().train_step == 6
 
 def test_cut_sampling_is_journalled_once_and_leaves_evaluations_alone(go, printed):
     world = go(rollout__top_p=0.9, eval__every=3, eval__top_k=7)
@@ -437,3 +440,12 @@ def test_cut_sampling_is_journalled_once_and_leaves_evaluations_alone(go, printe
     heldout = load_prompt_sets(world.config.data).heldout
     requests = Evaluation(world.config, heldout, train_step=0, version=0, first_id=0).requests
     assert {(request.sampling.top_p, request.sampling.top_k) for request in requests} == {(1.0, 7)}
+
+
+def test_a_torn_journal_is_not_cut_through_a_symbolic_link(tmp_path):
+    outside, link = tmp_path / "precious", tmp_path / "ledger.jsonl"
+    outside.write_text("no journal")
+    link.symlink_to(outside)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        list(read_ledger(link, repair=True))
+    assert outside.read_text() == "no journal"

@@ -27,7 +27,7 @@ def end_of(paths, program: str, monkeypatch) -> int:
     """The exit code of a run whose single rank executes `program`."""
     config = load_config("configs/quickstart.yaml", [f"run.folder={paths.root}"])
     monkeypatch.setattr(local, "mpi_command", lambda *_: [local.find_mpiexec(), "-n", "1", sys.executable, "-c", program])
-    return local.finish_run(config, paths)
+    return local.finish_run(config, paths, "")
 
 
 def test_a_rank_that_dies_after_the_finish_is_a_warning(paths, monkeypatch, capfd):

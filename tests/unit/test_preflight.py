@@ -1,17 +1,21 @@
 """Checks before the start: model, layout, prompts and run folder, each one line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from areal_hpc import runlock
 from areal_hpc.cli import main
 from areal_hpc.config.load import ConfigError, load_config, save_config
+from areal_hpc.launch import local, supervise
 from areal_hpc.launch.local import role_environments
 from areal_hpc.controller.ledger import Ledger
 from areal_hpc.data.identity import prompts_identity
 from areal_hpc.launch.preflight import check_files, check_run_folder, count_parameters
+from areal_hpc.launch.status import write_record
 from areal_hpc.paths import RunPaths
 from areal_hpc.plan.shape import read_shape
 
@@ -193,6 +197,97 @@ def test_a_folder_with_a_run_is_refused_or_resumed_but_never_overwritten(config_
 
 def test_a_folder_that_is_not_there_is_a_new_run(config_file):
     assert check_folder(config_file) is False
+
+
+# ---- a folder in use -------------------------------------------------------------------
+
+
+def contents(paths: RunPaths) -> dict[str, bytes]:
+    return {str(file.relative_to(paths.root)): file.read_bytes() for file in paths.root.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """slurm(state) makes squeue say it of every job; sbatch leaves a trace."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    def say(state: str) -> None:
+        for program, text in (("scontrol", ""), ("squeue", f"echo '50+0|{state}|n1|None'"), ("sbatch", f"touch {folder}/queued")):
+            (folder / program).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / program).chmod(0o755)
+
+    say("RUNNING")
+    return say
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+@pytest.mark.parametrize("more", [[], ["run.on_existing=resume"], ["run.on_existing=resume", "run.take_over=true"]])
+def test_a_second_start_changes_nothing_in_the_folder_of_a_running_run(config_file, run, slurm, capsys, command, more):
+    with runlock.acquire(run.lock):
+        before = contents(run)
+        message = refused(capsys, command, str(config_file), "run.total_steps=7", *more)
+        assert "is in use by" in message and f"pid {os.getpid()}" in message
+        assert contents(run) == before
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "REQUEUED"])
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_a_run_whose_job_waits_or_runs_is_refused_by_name(config_file, run, slurm, capsys, tmp_path, command, state):
+    run.slurm.mkdir()
+    write_record(run, "50")
+    slurm(state)
+    before = contents(run)
+    message = refused(capsys, command, str(config_file), "run.on_existing=resume")
+    assert f"has job 50, which is {state}" in message and "run.take_over=true" in message
+    assert contents(run) == before and not (tmp_path / "bin" / "queued").exists()
+
+
+@pytest.mark.parametrize("case", ["ended", "ending", "own job", "on request"])
+def test_a_run_whose_job_is_over_or_that_is_asked_for_goes_on(config_file, run, slurm, monkeypatch, case):
+    run.slurm.mkdir()
+    write_record(run, "50")
+    slurm({"ended": "COMPLETED", "ending": "COMPLETING"}.get(case, "RUNNING"))
+    if case == "own job":
+        monkeypatch.setenv("SLURM_JOB_ID", "50")
+    more = ["run.take_over=true"] if case == "on request" else []
+    assert check_folder(config_file, "run.on_existing=resume", *more) is True
+
+
+@pytest.mark.parametrize("count", [None, "1"])
+def test_a_batch_script_of_another_job_changes_nothing_either(config_file, run, slurm, monkeypatch, capfd, count):
+    """The plain road, as a first start and as a requeued one."""
+    run.slurm.mkdir()
+    write_record(run, "50")
+    monkeypatch.setenv("SLURM_JOB_ID", "51")
+    if count:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    slurm("COMPLETED")
+    with runlock.acquire(run.lock):
+        before = contents(run)
+        assert supervise.main([str(config_file), "run.on_existing=resume"]) == 2
+        assert "is in use by" in capfd.readouterr().err
+        assert contents(run) == before
+
+
+def test_of_two_starts_at_once_the_later_one_leaves_the_configuration_alone(config_file, run, capsys, monkeypatch):
+    """The first launcher holds the lock before it writes, until its controller has it."""
+    seen = []
+
+    def ranks(config, paths, token):
+        seen.append((token, contents(paths)["config.yaml"]))
+        assert runlock.read_holder(paths.lock).token == token
+        assert "its process is running" in refused(
+            capsys, "run", str(config_file), "run.on_existing=resume", "run.total_steps=9"
+        )
+        assert contents(paths)["config.yaml"] == seen[0][1]
+        return 0
+
+    monkeypatch.setattr(local, "start_ranks", ranks)
+    assert main(["run", str(config_file), "run.on_existing=resume", "run.total_steps=8"]) == 0
+    assert len(seen) == 1 and b"total_steps: 8" in seen[0][1] and not run.lock.exists()
 
 
 @pytest.mark.parametrize("change", ["data.train.size=39", "run.seed=1", "data.shuffle=false", "content"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -31,12 +32,11 @@ def write_lock(path, *, age_s: float = 0.0, **changes) -> dict:
 
 
 def test_a_lock_names_its_holder_and_goes_with_it(path):
-    with runlock.acquire(path) as lock:
+    with runlock.acquire(path):
         holder = runlock.read_holder(path)
         assert (holder.pid, holder.host) == (os.getpid(), os.uname().nodename)
         assert path.stat().st_mode & 0o777 == 0o600
-        lock.refresh()
-        with pytest.raises(ConfigError, match=rf"in use by .*pid {os.getpid()}.* its process is running"):
+        with pytest.raises(runlock.FolderInUseError, match=rf"in use by .*pid {os.getpid()}.* its process is running"):
             runlock.acquire(path, take_over=True)
     assert list(path.parent.iterdir()) == []
 
@@ -70,29 +70,110 @@ def test_a_silent_lock_is_explained_and_taken_over_on_request(path):
         assert runlock.read_holder(path).owner != "ada"
 
 
-def test_a_requeued_job_takes_its_own_lock(path, monkeypatch):
+def await_true(condition) -> None:
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    for name, seconds in (("REFRESH_S", 0.01), ("POLL_S", 0.01), ("SILENT_S", 0.3)):
+        monkeypatch.setattr(runlock, name, seconds)
+
+
+def test_a_requeued_job_takes_the_lock_of_its_earlier_step_once_that_is_silent(path, fast, monkeypatch):
     write_lock(path, job_id="77")
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     with pytest.raises(ConfigError):
         runlock.acquire(path)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     runlock.acquire(path).release()
+    assert not path.exists()
 
 
-def test_the_old_holder_notices_that_it_lost_the_lock(path, monkeypatch):
-    lock = runlock.acquire(path)
-    monkeypatch.setattr(lock, "_next_refresh", 0.0)
-    before = path.stat().st_mtime_ns
-    os.utime(path, (0, 0))
-    lock.refresh()
-    assert path.stat().st_mtime_ns >= before
-    write_lock(path)
-    lock.refresh()  # not due
-    monkeypatch.setattr(lock, "_next_refresh", 0.0)
-    with pytest.raises(RuntimeError, match="taken over by ada on elsewhere"):
-        lock.refresh()
-    lock.release()
-    assert runlock.read_holder(path).owner == "ada"  # not ours to remove
+@pytest.mark.parametrize("who", [{"job_id": "77"}, {"host": os.uname().nodename, "boot": "an earlier one"}])
+@pytest.mark.parametrize("take_over", [False, True])
+def test_another_step_of_the_same_job_that_lives_is_not_disturbed(path, fast, monkeypatch, who, take_over):
+    """Two starts in one salloc, on different nodes; or another machine with this one's name."""
+    monkeypatch.setattr(runlock, "SILENT_S", 30.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    write_lock(path, age_s=1.0, **who)
+    ended = threading.Event()
+
+    def live() -> None:
+        while not ended.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(runlock.FolderInUseError, match="ada on .*it is alive: stop it first"):
+            runlock.acquire(path, take_over=take_over)
+    finally:
+        ended.set()
+        thread.join()
+    assert runlock.read_holder(path).owner == "ada"
+
+
+def test_a_rebooted_machine_takes_its_old_lock_and_process_ids_of_a_container_prove_nothing(path, fast):
+    here = {"host": os.uname().nodename, "pid": os.getpid(), "started": runlock._process_start(os.getpid())}
+    write_lock(path, age_s=1.0, boot="an earlier one", pids=runlock._pid_namespace(), **here)
+    runlock.acquire(path).release()
+    write_lock(path, age_s=1.0, boot=runlock._boot(), pids="another", host=here["host"], pid=2**22 + 1)
+    with pytest.raises(ConfigError, match="sign of life 1 s ago"):
+        runlock.acquire(path)
+
+
+def test_a_thread_shows_that_the_holder_lives(path, fast):
+    with runlock.acquire(path):
+        os.utime(path, (0, 0))
+        await_true(lambda: path.stat().st_mtime > 0)
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("by", ["ada on elsewhere", "nobody: the file is gone", "something else: .*not a lock file"])
+def test_the_old_holder_notices_that_it_lost_the_lock(path, fast, by):
+    lost: list[RuntimeError] = []
+    lock = runlock.acquire(path, on_lost=lost.append)
+    if by.startswith("ada"):
+        write_lock(path.with_name("new"))
+        path.with_name("new").replace(path)
+    elif by.startswith("nobody"):
+        path.unlink()
+    else:
+        path.with_name("new").write_text("hello")
+        path.with_name("new").replace(path)
+    await_true(lambda: lost)
+    (error,) = lost
+    assert re.search(f"lock.json was taken over by {by}", str(error))
+    if by.startswith("ada"):
+        lock.release()
+        assert runlock.read_holder(path).owner == "ada"  # not ours to remove
+
+
+def test_a_launcher_hands_its_lock_to_its_controller_only(path, fast):
+    with runlock.acquire(path) as mine:
+        with pytest.raises(runlock.FolderInUseError, match="its process is running"):
+            runlock.acquire(path, handed_over="another")
+        theirs = runlock.acquire(path, handed_over=mine.token)
+        assert runlock.read_holder(path).token == theirs.token != mine.token
+    assert runlock.read_holder(path).token == theirs.token
+    theirs.release()
+    assert not path.exists()
+
+
+def test_a_claim_that_a_killed_process_left_is_dropped_and_a_new_one_respected(path):
+    write_lock(path, age_s=3600.0)
+    claim = path.with_name(".lock.json.abc.claim")
+    claim.touch()
+    with pytest.raises(runlock.FolderInUseError, match="it was taken a moment ago"):
+        runlock.acquire(path, take_over=True)
+    assert claim.exists()
+    os.utime(claim, (0, 0))
+    runlock.acquire(path, take_over=True).release()
+    assert list(path.parent.iterdir()) == []
 
 
 def test_of_many_at_once_one_gets_it(path):

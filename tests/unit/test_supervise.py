@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc import runlock
 from areal_hpc.config.load import load_config, save_config
 from areal_hpc.launch.decide import Action, StepEnd, Tally, decide
 from areal_hpc.launch.drain import expected_drain, expected_drain_warnings, read_events, slow_drain_warnings
@@ -153,7 +154,7 @@ def stop(number, frame):
 signal.signal(signal.SIGUSR2, stop)
 open(state + "/ready", "w").close()
 if "refuse" in plan:
-    open(run + "/slurm/refused.txt", "w").write(plan["refuse"])
+    open(os.environ["AREAL_REFUSAL_FILE"], "w").write(plan["refuse"])
 if "checkpoint" in plan:
     os.makedirs(run + "/checkpoints/step-%08d" % plan["checkpoint"])
 if "say" in plan:
@@ -369,8 +370,9 @@ paths.create()
 paths.slurm.mkdir()
 supervisor = supervise.Supervisor.__new__(supervise.Supervisor)
 supervisor.paths, supervisor.job_id = paths, "50"
-supervisor._reserve_refusal()
-assert supervise._read_text(paths.refusal) == ""
+refusal = supervisor._reserve_refusal()
+assert supervise._read_text(refusal) == ""
+os.environ["AREAL_REFUSAL_FILE"] = str(refusal)
 log = os.open(paths.logs / "rank.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 2)  # where a rank's traceback goes
 filler = open(paths.root / "filler", "wb", buffering=0)
@@ -388,13 +390,13 @@ supervisor._event("stop")
 failed = RuntimeError("the checkpoint could not be written")
 failed.__cause__ = cause
 assert main._tell(failed, None, paths) == 1
-text = supervise._read_text(paths.refusal)
+text = supervise._read_text(refusal)
 wanted = f"disk full: writing 10000 bytes to {paths.root}/file lacks at least 10000 bytes (0 are free); make space"
 assert wanted in text, text
-assert len(paths.refusal.read_bytes()) == 4096
+assert len(refusal.read_bytes()) == 4096
 # A refusal of an earlier step does not outlive it, though there is no space for a new one.
 supervisor._reserve_refusal()
-assert supervise._read_text(paths.refusal) == ""
+assert supervise._read_text(refusal) == ""
 """
 
 
@@ -419,6 +421,17 @@ def test_a_full_disk_is_not_tried_again_and_named(job):
     assert code == 1 and len(job.plans) == 1 and f"failed: {text}\n" in output
     (decision,) = [event for event in read_events(job.paths) if event["event"] == "decision"]
     assert (decision["action"], decision["text"]) == ("fail", text)
+
+
+def test_a_job_leaves_the_folder_of_another_run_alone(job):
+    (job.paths.slurm / "refused-49.txt").write_text("of another job")
+    before = {file: file.read_bytes() for file in job.paths.root.rglob("*") if file.is_file()}
+    with runlock.acquire(job.paths.lock):
+        code, output = job.run({"say": {"state": "finished"}})
+    assert code != 0 and "FolderInUseError" in output and not (job.state / "attempts").exists()
+    assert before == {file: file.read_bytes() for file in job.paths.root.rglob("*") if file.is_file()}
+    # Another job's refusal is not this one's either.
+    assert job.run({"code": 1}, {"say": {"state": "finished"}})[0] == 0
 
 
 def test_a_job_of_other_components_is_refused(job):
