@@ -130,21 +130,23 @@ class Groups:
         """
         from areal_hpc.spool.shard import quarantine
 
-        lost: set[str] = set()
+        lost: dict[str, str] = {}
         for path, seen in message.damaged.items():
             groups += self.batcher.remove_shard(path)
             reason = self._find_damage(path, [group for group in groups if group.path == path])
             if reason is None:
                 self._progress.event(f"shard {path} is whole, though a trainer could not read it ({seen})")
                 continue
-            lost.add(path)
-            # Before the record: a kill in between finds the shard missing, never taken for whole.
-            if self._paths.resolve_inside(path).exists():
-                quarantine(self._paths.resolve_inside(path), self._paths.quarantine, reason)
+            lost[path] = reason
             ids = sorted(group.group_id for group in groups if group.path == path)
             self._ledger.add("damaged", path=path, groups=ids, reason=reason)
             self._progress.event(f"shard {path} cannot be read ({reason}); its {len(ids)} groups are asked again")
         self._ledger.add("unconsumed", train_step=message.train_step)
+        # Before the shards are moved: after a kill in between recovery knows of the damage, and moves them.
+        self._ledger.sync()
+        for path, reason in lost.items():
+            if (shard := self._paths.resolve_inside(path)).exists():
+                quarantine(shard, self._paths.quarantine, reason)
         for group in groups:
             if group.path in lost:
                 entry = self._admission.cursor.at(group.group_id)

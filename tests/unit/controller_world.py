@@ -231,10 +231,7 @@ class FakeWorld:
     def turn(self) -> None:
         self.turns += 1
         if self.turns == self.faults.crash_at:
-            for path, data in self._damaged.items():
-                if path.exists():
-                    # Nobody knows of it yet: it was no damage that lasts, or the audit would find it.
-                    path.write_bytes(data)
+            self.mend()
             raise Crash
         if self.turns == self.faults.stop_at:
             self.stop.request("walltime (test)", requeue=True)
@@ -250,6 +247,12 @@ class FakeWorld:
         for index, rank in enumerate(self.reward_ranks):
             if self.turns % 50 == 0:
                 self._tell(rank, RewardStatus(index, {"checks": float(self.turns)}))
+
+    def mend(self) -> None:
+        """At a crash: damage that nobody knows of yet was none that lasts, or the audit would find it."""
+        for path, data in self._damaged.items():
+            if path.exists():
+                path.write_bytes(data)
 
     def _evaluate(self, rank: int, request: EvalRequest) -> EvalResult:
         """Answered by the weights that serve now, not by those that served when it was asked for."""
