@@ -40,6 +40,8 @@ class Component:
     end_time: float
     """Seconds since the epoch; 0 while it is unknown."""
     restarts: int
+    submitted: float
+    """When it came into the queue (last, if it was requeued); seconds since the epoch, 0 if unknown."""
 
 
 def available() -> bool:
@@ -98,6 +100,7 @@ def parse_job_records(text: str) -> list[Component]:
                 nodes=() if nodes in ("", "(null)") else tuple(expand(nodes)),
                 end_time=parse_time(fields.get("EndTime", "")),
                 restarts=int(fields.get("Restarts", 0)),
+                submitted=parse_time(fields.get("SubmitTime", "")),
             )
         )
     return sorted(found, key=lambda component: component.offset)

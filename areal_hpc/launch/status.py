@@ -182,8 +182,18 @@ class JobRecord:
     submitted: float
 
 
-def write_record(paths: RunPaths, job_id: str) -> None:
-    replace_json(paths.job, {"job_id": job_id, "submitted": time.time()})
+def write_record(paths: RunPaths, job_id: str, submitted: float | None = None) -> None:
+    """`submitted`: seconds since the epoch, now if None."""
+    replace_json(paths.job, {"job_id": job_id, "submitted": time.time() if submitted is None else submitted})
+
+
+def submit_time(job_id: str) -> float | None:
+    """When this job came into the queue, hours before it started perhaps; None if Slurm does not say."""
+    try:
+        times = [component.submitted for component in slurm.components(job_id)]
+    except slurm.SlurmError:
+        return None
+    return min((time for time in times if time), default=None)
 
 
 def find_job(target: str) -> tuple[JobRecord, RunPaths | None]:

@@ -20,7 +20,7 @@ from areal_hpc.launch.plan import check_launch, plan_job
 from areal_hpc.launch.preflight import check_files, check_run_folder
 from areal_hpc.launch.script import check_log_folder, render_script
 from areal_hpc.launch.site import Site, apply_site, load_site
-from areal_hpc.launch.status import write_record
+from areal_hpc.launch.status import submit_time, write_record
 from areal_hpc.launch.supervise import Supervise
 from areal_hpc.paths import RunPaths
 
@@ -59,7 +59,7 @@ def prepare_run(config_path: str, overrides: list[str], *, job_id: str, requeued
         runlock.check(paths.lock, take_over=config.run.take_over, job_id=job_id)
     else:
         _prepare(config, paths)
-    write_record(paths, job_id)
+    write_record(paths, job_id, submit_time(job_id))
     return paths
 
 

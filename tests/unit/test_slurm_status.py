@@ -215,3 +215,16 @@ def test_the_job_of_a_run_folder(tmp_path, capsys, fake_slurm):
     (paths.slurm / "7_0_log.out").write_text("")
     assert status.run_job_command("logs", str(tmp_path)) == 0
     assert capsys.readouterr().out.rstrip().endswith("7_0_log.out")
+
+
+def test_a_job_that_waited_long_before_its_script_wrote_the_record_is_still_known(tmp_path, monkeypatch):
+    """The plain sbatch road: the folder learns of its job when that starts, and squeue forgets it when it is over."""
+    paths = RunPaths(tmp_path)
+    paths.slurm.mkdir()
+    monkeypatch.setattr(slurm, "command", lambda *arguments, **_: recorded("scontrol", "reused-failed"))
+    status.write_record(paths, "1", status.submit_time("1"))
+    record, _ = status.find_job(str(tmp_path))
+    assert record.submitted == slurm.parse_time("2026-11-29T17:33:27")
+    assert summarize(latest(parse_sacct(recorded("sacct", "reused-failed")), record.submitted)) == "FAILED"
+    monkeypatch.setattr(slurm, "command", lambda *arguments, **_: "")
+    assert status.submit_time("1") is None
