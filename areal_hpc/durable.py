@@ -98,7 +98,8 @@ def open_own(path: str | Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, f"{path} is a symbolic link, a run writes only to files of its own: remove it") from None
+        why = f"{path} is a symbolic link, a run writes only to files of its own: remove it"
+        raise OSError(errno.ELOOP, why) from None
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

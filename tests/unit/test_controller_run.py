@@ -433,6 +433,7 @@ def test_nothing_is_written_through_a_symbolic_link(go, tmp_path, name):
     link.unlink()
     assert go().train_step == 6
 
+
 def test_cut_sampling_is_journalled_once_and_leaves_evaluations_alone(go, printed):
     world = go(rollout__top_p=0.9, eval__every=3, eval__top_k=7)
     told = [record["text"] for record in records(world) if "importance weights are biased" in record.get("text", "")]

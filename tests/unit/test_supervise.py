@@ -155,6 +155,8 @@ signal.signal(signal.SIGUSR2, stop)
 open(state + "/ready", "w").close()
 if "refuse" in plan:
     open(os.environ["AREAL_REFUSAL_FILE"], "w").write(plan["refuse"])
+if "intruder" in plan:
+    open(run + "/slurm/refused-49.txt", "w").write(plan["intruder"])
 if "checkpoint" in plan:
     os.makedirs(run + "/checkpoints/step-%08d" % plan["checkpoint"])
 if "say" in plan:
@@ -424,14 +426,16 @@ def test_a_full_disk_is_not_tried_again_and_named(job):
 
 
 def test_a_job_leaves_the_folder_of_another_run_alone(job):
-    (job.paths.slurm / "refused-49.txt").write_text("of another job")
     before = {file: file.read_bytes() for file in job.paths.root.rglob("*") if file.is_file()}
     with runlock.acquire(job.paths.lock):
         code, output = job.run({"say": {"state": "finished"}})
     assert code != 0 and "FolderInUseError" in output and not (job.state / "attempts").exists()
     assert before == {file: file.read_bytes() for file in job.paths.root.rglob("*") if file.is_file()}
-    # Another job's refusal is not this one's either.
-    assert job.run({"code": 1}, {"say": {"state": "finished"}})[0] == 0
+
+
+def test_the_refusal_of_another_jobs_ranks_does_not_end_this_one(job):
+    code, output = job.run({"intruder": "the MPI world has 1 ranks", "code": 1}, {"say": {"state": "finished"}})
+    assert code == 0 and len(job.plans) == 2, output
 
 
 def test_a_job_of_other_components_is_refused(job):
