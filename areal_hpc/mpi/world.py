@@ -90,16 +90,17 @@ def use_bundled_library() -> None:
     system Open MPI would be taken first and every rank would be a world of its own.
     """
     library = Path(sys.prefix) / "lib" / "libmpi.so.12"
-    if "MPI4PY_LIBMPI" not in os.environ and library.exists():
-        os.environ["MPI4PY_LIBMPI"] = str(library)
-        if "SLURM_PROCID" in os.environ:
-            # UCX's addresses are long and padded with whatever lay in memory. Where the padding does not
-            # compress, a line of PMI outgrows the 1024 bytes that Slurm's pmi2 reads, and MPI_Init
-            # fails or hangs. The addresses of libfabric are short.
-            os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-            # Without shared memory between the ranks of a node (MPI carries metadata only): its
-            # segments are named after job and step, outlive killed ranks and block a later namesake.
-            os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
+    if library.exists():
+        os.environ.setdefault("MPI4PY_LIBMPI", str(library))
+    # Also where the variable came from the process that submitted the job.
+    if "SLURM_PROCID" in os.environ and os.environ.get("MPI4PY_LIBMPI") == str(library):
+        # UCX's addresses are long and padded with whatever lay in memory. Where the padding does not
+        # compress, a line of PMI outgrows the 1024 bytes that Slurm's pmi2 reads, and MPI_Init
+        # fails or hangs. The addresses of libfabric are short.
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+        # Without shared memory between the ranks of a node (MPI carries metadata only): its
+        # segments are named after job and step, outlive killed ranks and block a later namesake.
+        os.environ.setdefault("MPIR_CVAR_NOLOCAL", "1")
 
 
 def load_mpi() -> MPI.Intracomm:

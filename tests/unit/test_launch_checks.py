@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from areal_hpc.launch import doctor, findings
 from areal_hpc.launch.checks import check_shared_folder, check_world, take_gpus
 from areal_hpc.launch.site import Site, apply_site
 from areal_hpc.launch.step import NODE_PLAN_VARIABLE
+from areal_hpc.mpi.world import use_bundled_library
 from areal_hpc.paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
@@ -239,3 +241,25 @@ def test_a_record_is_plain_json(minislurm, tmp_path):
     minislurm.write_private(layout.record, json.dumps([{"name": "slurmd-n1", "pid": 1, "started": 2}]))
     assert minislurm.read_record(layout) == [minislurm.Daemon("slurmd-n1", 1, 2)]
     assert layout.record.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("given", "short_addresses"),
+    [({}, True), ({"MPI4PY_LIBMPI": "bundled"}, True), ({"MPI4PY_LIBMPI": "/opt/cray/lib/libmpi.so"}, False)],
+)
+def test_the_bundled_library_talks_through_libfabric_under_slurm_whoever_chose_it(
+    monkeypatch, tmp_path, given, short_addresses
+):
+    """The variable may come from the process that submitted the job, which is no rank itself."""
+    library = tmp_path / "lib" / "libmpi.so.12"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    environment = {name: str(library) if value == "bundled" else value for name, value in given.items()}
+    monkeypatch.setattr(os, "environ", environment)
+    use_bundled_library()
+    assert not {"MPIR_CVAR_CH4_NETMOD", "MPIR_CVAR_NOLOCAL"} & environment.keys(), "no rank"
+    environment["SLURM_PROCID"] = "0"
+    use_bundled_library()
+    assert ({"MPIR_CVAR_CH4_NETMOD", "MPIR_CVAR_NOLOCAL"} <= environment.keys()) == short_addresses
+    assert environment["MPI4PY_LIBMPI"] == (given.get("MPI4PY_LIBMPI", "bundled").replace("bundled", str(library)))
