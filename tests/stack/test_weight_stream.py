@@ -89,15 +89,22 @@ def test_an_export_must_keep_its_word():
             list(ExportSource(lambda: metadata, lambda brought=brought: iter(brought)))
 
 
-def test_a_pass_that_was_begun_is_run_to_its_end():
-    """The other trainer ranks are in the same collectives."""
-    tensors = make_tensors([([2], 0)] * 5)
+def recorded(tensors):
+    """(names of the tensors that were asked for so far, an export of all of them)."""
     seen = []
 
     def export():
         for pair in tensors:
             seen.append(pair[0])
             yield pair
+
+    return seen, export
+
+
+def test_a_pass_that_was_begun_is_run_to_its_end():
+    """The other trainer ranks are in the same collectives."""
+    tensors = make_tensors([([2], 0)] * 5)
+    seen, export = recorded(tensors)
 
     source = ExportSource(lambda: [(n, t.dtype, tuple(t.shape)) for n, t in tensors], export)
     for stop_after in (0, 2, 5):
@@ -268,12 +275,7 @@ def test_a_broadcast_ends_when_an_engine_answers_with_an_error_or_not_in_time(tm
         hosts=("localhost",) * 4, channel=network.channel(1),
     )  # fmt: skip
     tensors = make_tensors([([2], 0)] * 5)
-    seen = []
-
-    def export():
-        for pair in tensors:
-            seen.append(pair[0])
-            yield pair
+    seen, export = recorded(tensors)
 
     def answer(rank: int, method: str, payload: dict) -> list[tuple[dict, str, int | None]]:
         if method == "update_weights":

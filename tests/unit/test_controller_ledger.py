@@ -348,3 +348,12 @@ def test_the_journal_is_lines_of_checksum_and_json(spooled):
     for line in paths.ledger.read_text().splitlines():
         checksum, body = line.split(" ", 1)
         assert len(checksum) == 8 and json.loads(body)["k"]
+
+
+def test_a_torn_journal_is_not_cut_through_a_symbolic_link(tmp_path):
+    outside, link = tmp_path / "precious", tmp_path / "ledger.jsonl"
+    outside.write_text("no journal")
+    link.symlink_to(outside)
+    with pytest.raises(OSError, match="is a symbolic link"):
+        list(read_ledger(link, repair=True))
+    assert outside.read_text() == "no journal"
