@@ -55,7 +55,7 @@ def bench_worker(folder: Path, quick: bool) -> dict[str, float]:
     """
     make_model(folder / "model", "small")
     lengths = long_tailed_lengths(24 if quick else 64, 120, random.Random(SEED))
-    group_size, turns = 8, 3 if quick else 7
+    group_size, turns = 8, 5 if quick else 11
     produced = sum(lengths) * group_size
     rank = Rank(make_config(folder / "model"), folder / "run")
     with bare_engine(folder / "model", lengths, group_size) as bare_seconds:

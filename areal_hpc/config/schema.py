@@ -178,7 +178,7 @@ class RolloutConfig:
     max_attempts: int = 3
     """Grants of one group before its prompt is dropped and counted."""
     shard_bytes: int = 4 * 1024 * 1024
-    """A shard is written when its groups reach this size, or after shard_latency_s."""
+    """A shard is written when its groups reach this size, after shard_latency_s, or when no other is under way."""
     shard_latency_s: float = 0.5
     hang_deadline_s: float = 300.0
     """Requests running and no token for this long: the engine is restarted."""

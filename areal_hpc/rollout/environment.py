@@ -57,6 +57,23 @@ def engine_cores_of_process(config: Config) -> str:
     )
 
 
+def let_engine_go_first() -> None:
+    """Where the engine computes on this thread's cores: wake without taking a core from it.
+
+    An engine's threads wait for each other at every layer, so that a rank that interrupts one of
+    them for its bookkeeping stops all. A thread of the batch class waits for the engine's next
+    pause or the end of its slice. Threads and processes that are started from here on inherit
+    it, but for the engine: `engine_environment` gives it the normal class.
+    """
+    _set_class(os.SCHED_BATCH)
+
+
+def _set_class(number: int) -> None:
+    # A sandbox that forbids it costs speed only.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, number, os.sched_param(0))
+
+
 @contextlib.contextmanager
 def engine_environment(
     cores: str, log: str, start_deadline_s: float, invariance: Mapping[str, str] | None = None
@@ -67,6 +84,7 @@ def engine_environment(
     until their rank acts, and vLLM installs handlers of its own, so the signals are
     blocked rather than ignored: a blocked mask passes through fork and exec into every
     process and thread of the engine, and handlers never run. Only SIGKILL ends one.
+    The scheduling class is inherited the same way: the engine's is the normal one.
     """
     # Starting the tracker unblocks two of the signals again, so it has to run before.
     resource_tracker.ensure_running()
@@ -81,11 +99,13 @@ def engine_environment(
     }
     changed |= invariance or {}
     before = {name: os.environ.get(name) for name in changed}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    mask, ours = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS), os.sched_getscheduler(0)
     try:
+        _set_class(os.SCHED_OTHER)
         _set_variables(changed)
         yield
     finally:
+        _set_class(ours)
         _set_variables(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

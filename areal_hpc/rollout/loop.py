@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from areal_hpc.config.schema import Config
+from areal_hpc.config.schema import Config, Device
 from areal_hpc.messages import (
     Drain,
     Drained,
@@ -41,7 +41,7 @@ from areal_hpc.rewards.registry import UnscorableGold
 from areal_hpc.rewards.remote import RemoteRewards
 from areal_hpc.rewards.service import RewardService
 from areal_hpc.rollout.engine import EngineDied, PromptTooLong, RolloutEngine
-from areal_hpc.rollout.environment import rank_cores
+from areal_hpc.rollout.environment import let_engine_go_first, rank_cores
 from areal_hpc.rollout.episode import EpisodeEngine, Services
 from areal_hpc.rollout.evaluate import evaluate_prompts
 from areal_hpc.rollout.spooler import GroupSpooler
@@ -74,6 +74,8 @@ MIN_IDLE_S = 0.05
 
 def run(config: Config, world: World, paths: RunPaths, telemetry: Telemetry) -> None:
     """Serve until the controller says Stop; any error ends the rank."""
+    if config.run.device is Device.cpu:
+        let_engine_go_first()
     asyncio.run(_run(config, world, paths, telemetry))
 
 
@@ -239,7 +241,8 @@ class RolloutWorker:
                 errand.result()
 
     def commit_groups(self) -> None:
-        shard = self._spooler.commit_due(time.monotonic(), flush=self._drain is not None)
+        # With nothing under way no group will join those that wait, and somebody may wait for them.
+        shard = self._spooler.commit_due(time.monotonic(), flush=self._drain is not None or not self._episodes)
         if shard is None:
             return
         path = self._paths.relative(shard.info.path)

@@ -22,10 +22,10 @@ TASK = (
     "rewards.fn=tests.stack.run_rewards:parity", "rollout.group_size=8", "trainer.batch_size=64", "rollout.max_num_seqs=64",
     "rollout.max_new_tokens=160", "model.max_context=192", "algorithm.max_staleness=1", "trainer.weight_history=2",
     "data.heldout.size=48", "data.train.size=400", "eval.every=2", "checkpoint.every=100000", "run.drain_deadline_s=25",
-    "groups.trainer.nodes=2", "groups.trainer.ranks_per_node=1", "launch.time_min=3", "launch.signal_lead_s=60",
+    "groups.trainer.nodes=2", "groups.trainer.ranks_per_node=1", "launch.time_min=60", "launch.signal_lead_s=60",
 )  # fmt: skip
 PHASES = {"generation": "groups from", "training": "to finish step", "evaluation": "to answer the evaluation"}
-LOAD_S = 240.0
+LOAD_S = 420.0
 
 
 def events(paths, name):
@@ -70,15 +70,16 @@ def engines(cluster, job):
     return found
 
 
-def give_time(cluster, paths, job, number):
-    """Move the end of allocation `number` away, as an administrator would.
-
-    However slow the machine, it then ends by a signal of the test in its phase, and a restart in
-    place is worth its while.
-    """
-    wait_for(lambda: len(events(paths, "allocation")) == number, 90, f"allocation {number}:\n{cluster.log(paths)}")
+def set_end(cluster, job, minutes):
+    """Move the end of the allocation, as an administrator would: `minutes` of walltime in all."""
     for component in cluster.slurm("squeue", "-h", "-j", job, "-o", "%A").split():
-        cluster.slurm("scontrol", "update", f"jobid={component}", "timelimit=60")
+        cluster.slurm("scontrol", "update", f"jobid={component}", f"timelimit={minutes}")
+
+
+def wait_allocation(cluster, paths, job, number):
+    """Allocation `number` begins, with time enough that only a signal of the test ends it, however slow the machine."""
+    wait_for(lambda: len(events(paths, "allocation")) == number, 90, f"allocation {number}:\n{cluster.log(paths)}")
+    set_end(cluster, job, 60)
 
 
 def left(processes):
@@ -87,12 +88,16 @@ def left(processes):
 
 def test_a_run_outlives_walltime_signals_and_a_lost_rank(cluster, model, paths):
     job = cluster.submit(paths, model, *TASK, "run.total_steps=100000")
-    wait_for(lambda: len(events(paths, "requeue")) == 1, LOAD_S, f"the walltime's requeue:\n{cluster.log(paths)}")
+    wait_for(lambda: records(paths, "step"), LOAD_S, f"a first step:\n{cluster.log(paths)}")
+    # Only now does the clock run against it: loading takes minutes on a slow machine.
+    elapsed = time.time() - events(paths, "allocation")[0]["time"]
+    set_end(cluster, job, int(elapsed // 60) + 4)
+    wait_for(lambda: len(events(paths, "requeue")) == 1, 300, f"the walltime's requeue:\n{cluster.log(paths)}")
     walltime = events(paths, "stop")[0]
     assert walltime["reason"] == "walltime" and 60 <= walltime["seconds_left"] < 125
 
     for number, (name, phase) in enumerate([("USR2", "generation"), ("TERM", "training"), ("TERM", "evaluation")], 2):
-        give_time(cluster, paths, job, number)
+        wait_allocation(cluster, paths, job, number)
         wait_for(lambda: in_phase(paths, phase, number), LOAD_S, f"{phase} in allocation {number}:\n{cluster.log(paths)}")
         processes, sent = tree(cluster, job), time.time()
         cluster.slurm("scancel", f"--signal={name}", job)
@@ -103,7 +108,7 @@ def test_a_run_outlives_walltime_signals_and_a_lost_rank(cluster, model, paths):
         assert len(processes) > 8, "the engine's processes were seen"
         wait_for(lambda: not left(processes), 30, f"{left(processes)} to end")
 
-    give_time(cluster, paths, job, 5)
+    wait_allocation(cluster, paths, job, 5)
     wait_for(lambda: in_phase(paths, "training", 5), LOAD_S, f"training in allocation 5:\n{cluster.log(paths)}")
     last = status(paths)["train_step"] + 3
     config = OmegaConf.load(paths.config)

@@ -7,18 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from areal_hpc.config.schema import Config, RolloutConfig
+from areal_hpc.paths import RunPaths
 from areal_hpc.rollout.engine import EngineDied, EngineGauges, Generation
-from areal_hpc.rollout.environment import derive_seed, engine_cores, engine_environment
+from areal_hpc.rollout.environment import derive_seed, engine_cores, engine_environment, let_engine_go_first
+from areal_hpc.rollout.loop import RolloutWorker
 from areal_hpc.rollout.spooler import GroupSpooler
 from areal_hpc.rollout.supervisor import EngineFailures, EngineSupervisor, tail
 from areal_hpc.spool.shard import ShardWriter, read_rows
+from areal_hpc.telemetry import Telemetry
 from areal_hpc.types import Trajectory
 
 
@@ -76,6 +81,23 @@ def test_children_of_an_engine_survive_the_schedulers_signals(tmp_path):
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_the_ranks_thread_yields_to_the_engine_and_the_engine_to_nobody():
+    program = "import os; print(os.sched_getscheduler(0))"
+    found = []
+
+    def rank():
+        let_engine_go_first()
+        with engine_environment("0", os.devnull, 60.0):
+            found.append(int(subprocess.check_output([sys.executable, "-c", program], text=True)))
+        found.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_OTHER, os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "of that thread alone"
+
+
 def test_seeds_depend_on_every_part():
     seeds = {derive_seed(*parts) for parts in [(1, 2), (2, 1), (12,), ("1", "2", ""), (1, 2, 3)]}
     assert len(seeds) == 5
@@ -86,6 +108,35 @@ def test_seeds_depend_on_every_part():
 def test_arrays_of_an_answer_have_one_length():
     with pytest.raises(AssertionError):
         Generation(np.zeros(3, np.int32), np.zeros(2, np.float32), np.zeros(3, np.int32), "stop")
+
+
+def test_a_group_waits_for_others_only_while_others_are_under_way(tmp_path):
+    """shard_latency_s gathers groups into larger shards; with nothing under way it would be waiting for nobody."""
+    sent, config, paths = [], Config(), RunPaths(tmp_path)
+    channel = SimpleNamespace(send=lambda rank, message: sent.append(message))
+    world = SimpleNamespace(channel=channel, controller_rank=0, role_rank=0)
+    spooler = GroupSpooler(ShardWriter(paths.rollout_spool(0), "run", 0), shard_bytes=10**6, latency_s=3600.0)
+    worker = RolloutWorker(
+        world, paths, SimpleNamespace(config=config), None, None, spooler, Telemetry(paths.spans("rollout", 0))
+    )
+
+    async def look(seconds: float) -> list[tuple[int, ...]]:
+        end = time.monotonic() + seconds
+        while not sent and time.monotonic() < end:
+            worker.commit_groups()
+            await asyncio.sleep(0.005)
+        return [message.lease_ids for message in sent]
+
+    async def scenario() -> None:
+        other = asyncio.create_task(asyncio.sleep(3600))
+        worker._episodes[other] = None
+        spooler.add(11, make_group(1), time.monotonic())
+        assert await look(0.1) == []
+        other.cancel()
+        del worker._episodes[other]
+        assert await look(30.0) == [(11,)]
+
+    asyncio.run(scenario())
 
 
 class TestSpooler:
