@@ -51,24 +51,34 @@ PARTS = ("worker", "interrupt", "update_100mb", "update_500mb", "rewards")
 def bench_worker(folder: Path, quick: bool) -> dict[str, float]:
     """A rank against LLM.generate; both sides sample with logits' log-probabilities and seeds.
 
-    Both engines stay up and take turns: a machine that is slower for a while is so for both.
+    Both engines stay up and take turns of about ten seconds: a machine that is slower for a
+    while is so for both.
     """
     make_model(folder / "model", "small")
-    lengths = long_tailed_lengths(24 if quick else 64, 120, random.Random(SEED))
-    group_size, turns = 8, 5 if quick else 11
+    lengths = long_tailed_lengths(24, 120, random.Random(SEED))
+    group_size, turns = 8, 5 if quick else 21
     produced = sum(lengths) * group_size
     rank = Rank(make_config(folder / "model"), folder / "run")
+
+    def rank_seconds() -> float:
+        tokens, start = rank.engine.gauges.generated_tokens, time.perf_counter()
+        rank.grant(lengths, group_size)
+        done = 0
+        while done < len(lengths):
+            done += len(rank.collect().lease_ids)
+        seconds = time.perf_counter() - start
+        assert rank.engine.gauges.generated_tokens - tokens == produced, "an answer ended early"
+        return seconds
+
     with bare_engine(folder / "model", lengths, group_size) as bare_seconds:
         seconds = []
         for turn in range(turns + 1):
-            bare = bare_seconds(turn)
-            tokens, start = rank.engine.gauges.generated_tokens, time.perf_counter()
-            rank.grant(lengths, group_size)
-            done = 0
-            while done < len(lengths):
-                done += len(rank.collect().lease_ids)
-            seconds.append((time.perf_counter() - start, bare))
-            assert rank.engine.gauges.generated_tokens - tokens == produced, "an answer ended early"
+            if turn % 2:
+                worker = rank_seconds()
+                seconds.append((worker, bare_seconds(turn)))
+            else:
+                bare = bare_seconds(turn)
+                seconds.append((rank_seconds(), bare))
     rank.stop()
     # The first turn is a warm-up of both.
     return {

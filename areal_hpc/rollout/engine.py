@@ -20,7 +20,7 @@ import msgspec
 from areal_hpc.config.schema import Config, Device, KvOnUpdate, OnUpdate
 from areal_hpc.rollout.deadline import deadline
 from areal_hpc.rollout.environment import derive_seed, engine_environment
-from areal_hpc.rollout.gauges import EngineGauges, gauge_logger
+from areal_hpc.rollout.gauges import EngineGauges, count_tokens_only, gauge_logger
 from areal_hpc.rollout.generation import Generation, join, to_generation
 from areal_hpc.rollout.invariance import INVARIANCE, NotInvariant, check_invariance
 from areal_hpc.types import SamplingSpec
@@ -72,6 +72,8 @@ class RolloutEngine:
         Raises EngineDied if the engine does not come up, NotInvariant if its answers do not
         keep what run.deterministic promises.
         """
+        from vllm.utils.gc_utils import freeze_gc_heap
+
         self.gauges.last_progress = time.monotonic()
         self._death = asyncio.Event()
         self._staged = False
@@ -84,6 +86,8 @@ class RolloutEngine:
                 await self._warm_up()
                 if self._config.run.deterministic:
                     await check_invariance(self._answer, self._config.model.max_context)
+            # What was loaded stays: no collection has to look at it again (vLLM's server does the same).
+            freeze_gc_heap()
         except NotInvariant:
             self.kill()
             raise
@@ -340,10 +344,12 @@ class RolloutEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            return AsyncLLM.from_engine_args(
+            llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**engine_arguments(self._config, self._index)),
                 stat_loggers=[gauge_logger(self.gauges)],
             )
+        count_tokens_only(llm)
+        return llm
 
 
 def engine_arguments(config: Config, index: int) -> dict[str, Any]:

@@ -51,3 +51,18 @@ def gauge_logger(gauges: EngineGauges) -> Any:
             pass
 
     return GaugeLogger
+
+
+def count_tokens_only(llm: Any) -> None:
+    """Of vLLM's statistics of each token keep the number: latencies go to the logger that is not there.
+
+    The output processor computes them for every token of every step, in the thread that the
+    rank's loop runs in. Should a later vLLM not have these methods, they are computed again.
+    """
+
+    def count(request: Any, output: Any, timestamp: float | None, iteration_stats: Any) -> None:
+        if iteration_stats is not None:
+            iteration_stats.num_generation_tokens += len(output.new_token_ids)
+
+    llm.output_processor._update_stats_from_output = count
+    llm.output_processor._update_stats_from_finished = lambda *_: None

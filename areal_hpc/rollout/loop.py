@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_POLL_S = 0.01
+IDLE_POLL_S = 0.02
 UPDATE_POLL_S = 0.001
 """An update is a chain of calls, each of which waits for the next look at the channel."""
 STATUS_INTERVAL_S = 1.0

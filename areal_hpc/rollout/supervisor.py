@@ -20,7 +20,7 @@ from areal_hpc.rollout.updates import EngineUpdates
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.25
+WATCH_INTERVAL_S = 0.5
 TAIL_LINES = 20
 TAIL_BYTES = 16 * 1024
 
