@@ -102,6 +102,17 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def settings(case: Case, steps: int, batch: int) -> list[str]:
+    """What sets a case apart from configs/quickstart.yaml. Weights are not truncated, as in the paper."""
+    return [
+        f"run.seed={case.seed}", f"run.total_steps={steps}", f"trainer.batch_size={batch}",
+        f"algorithm.objective={case.objective}", "algorithm.behaviour_weight=full",
+        f"algorithm.max_staleness={case.eta}", f"algorithm.backlog={case.eta}",
+        # Long enough a memory to compare the engine's log-probabilities at equal weights.
+        f"trainer.weight_history={case.eta + 1}",
+    ]  # fmt: skip
+
+
 def run(case: Case, arguments: argparse.Namespace) -> Outcome:
     """Run or finish one case; raises SystemExit with the last lines of a run that failed."""
     folder = (arguments.folder / f"{case.name}_steps{arguments.steps}").resolve()
@@ -110,12 +121,8 @@ def run(case: Case, arguments: argparse.Namespace) -> Outcome:
         return found
     command = [
         sys.executable, "-m", "areal_hpc.cli", "run", "configs/quickstart.yaml", f"run.folder={folder}",
-        f"run.seed={case.seed}", f"run.total_steps={arguments.steps}", f"model.path={arguments.model}",
-        f"algorithm.objective={case.objective}", f"algorithm.max_staleness={case.eta}",
-        f"algorithm.backlog={case.eta}", f"trainer.batch_size={arguments.batch}",
-        # Long enough a memory to compare the engine's log-probabilities at equal weights.
-        f"trainer.weight_history={case.eta + 1}", "run.start_deadline_s=600", "run.on_existing=resume",
-        *arguments.overrides,
+        f"model.path={arguments.model}", "run.start_deadline_s=600", "run.on_existing=resume",
+        *settings(case, arguments.steps, arguments.batch), *arguments.overrides,
     ]  # fmt: skip
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     found = read(folder, arguments.steps)

@@ -13,16 +13,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import bench_async  # noqa: E402
 import bench_spool  # noqa: E402
+import experiment_staleness  # noqa: E402
 from bench_async import OtherPrograms, error  # noqa: E402
 from bench_telemetry import cost_of_a_line, share_of_run  # noqa: E402
 from bench_workflow import LongTailed  # noqa: E402
 
+from areal_hpc.config.load import load_config  # noqa: E402
 from areal_hpc.data.byte_tokenizer import save_byte_tokenizer  # noqa: E402
 from areal_hpc.paths import RunPaths  # noqa: E402
 from areal_hpc.rollout.tokens import load_tokenizer  # noqa: E402
 from areal_hpc.telemetry import Telemetry  # noqa: E402
 from areal_hpc.types import SamplingSpec  # noqa: E402
 from test_workflow import run  # noqa: E402
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 class Engine:
@@ -120,3 +124,14 @@ def test_bench_spool_says_where_it_cannot_write(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
         bench_spool.main()
     assert capsys.readouterr().err.splitlines()[-1].endswith("Not a directory")
+
+
+@pytest.mark.parametrize("objective", experiment_staleness.OBJECTIVES)
+@pytest.mark.parametrize("eta", [0, 16])
+def test_every_case_of_the_staleness_experiment_is_a_configuration(objective, eta):
+    """Whatever the quickstart's own objective is made of."""
+    case = experiment_staleness.Case(objective, eta, seed=2)
+    config = load_config(QUICKSTART, experiment_staleness.settings(case, 40, 256))
+    algorithm = config.algorithm
+    assert (algorithm.objective.value, algorithm.max_staleness, algorithm.backlog) == (objective, eta, eta)
+    assert algorithm.behaviour_weight == "full"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from areal_hpc.config.schema import Config, RolloutConfig
 from areal_hpc.paths import RunPaths
 from areal_hpc.rollout.engine import EngineDied, EngineGauges, Generation
 from areal_hpc.rollout.environment import derive_seed, engine_cores, engine_environment, let_engine_go_first
+from areal_hpc.rollout.gauges import count_tokens_only
 from areal_hpc.rollout.loop import RolloutWorker
 from areal_hpc.rollout.spooler import GroupSpooler
 from areal_hpc.rollout.supervisor import EngineFailures, EngineSupervisor, tail
@@ -96,6 +98,23 @@ def test_the_ranks_thread_yields_to_the_engine_and_the_engine_to_nobody():
     thread.join()
     assert found == [os.SCHED_OTHER, os.SCHED_BATCH]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER, "of that thread alone"
+
+
+def test_of_vllms_statistics_the_number_of_tokens_is_kept():
+    """The methods put in its place are those that vLLM has and calls."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.metrics.stats import IterationStats
+
+    names = ("_update_stats_from_output", "_update_stats_from_finished")
+    assert all(inspect.isfunction(getattr(OutputProcessor, name)) for name in names)
+    llm = SimpleNamespace(output_processor=OutputProcessor.__new__(OutputProcessor))
+    count_tokens_only(llm)
+    stats = IterationStats()
+    for tokens in ([5], [6, 7]):
+        llm.output_processor._update_stats_from_output(None, SimpleNamespace(new_token_ids=tokens), 1.0, stats)
+    llm.output_processor._update_stats_from_output(None, SimpleNamespace(new_token_ids=[8]), 1.0, None)
+    llm.output_processor._update_stats_from_finished(None, None, stats)
+    assert stats.num_generation_tokens == 3 and not stats.inter_token_latencies_iter
 
 
 def test_seeds_depend_on_every_part():
