@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
                                              "options to reproduce its weights, with others to see what these would "
                                              "have changed.",
                                  epilog="examples:\n  areal-hpc replay runs/quickstart\n"
-                                        "  areal-hpc replay runs/quickstart algorithm.objective=naive -o runs/naive\n"
+                                        "  areal-hpc replay runs/quickstart algorithm.behaviour_weight=full -o runs/full\n"
                                         "  areal-hpc replay runs/quickstart algorithm.max_staleness=1 "
                                         "algorithm.clip_eps=0.1",
                                  formatter_class=argparse.RawDescriptionHelpFormatter)
